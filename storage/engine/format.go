@@ -1,0 +1,115 @@
+package engine
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"strings"
+
+	"github.com/cockroachdb/pebble/v2/vfs"
+)
+
+const (
+	formatFile    = "FORMAT"
+	formatVersion = 1
+	logDir        = "log"
+	walDir        = "wal" // below log/
+	stateDir      = "state"
+	stagingDir    = "staging"
+)
+
+// prepareDir makes the directory, or checks that it has a format that we know. The
+// format is written before the stores are made, so stores without one are not ours.
+func prepareDir(f vfs.FS, dir string) error {
+	if err := makeDir(f, dir); err != nil {
+		return err
+	}
+	path := f.PathJoin(dir, formatFile)
+	file, err := f.Open(path)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		for _, sub := range []string{logDir, stateDir} {
+			if _, err := f.Stat(f.PathJoin(dir, sub)); err == nil {
+				return fmt.Errorf("%w %s has %s/ but no %s file: it was not made by kvd, or the file was lost; restore it from a backup or give an empty directory",
+					ErrFormat, dir, sub, formatFile)
+			}
+		}
+		return writeFormat(f, dir)
+	case err != nil:
+		return openError(path, err)
+	}
+	b, err := io.ReadAll(io.LimitReader(file, 64))
+	if err = errors.Join(err, file.Close()); err != nil {
+		return openError(path, err)
+	}
+	var version int
+	if n, _ := fmt.Sscanf(string(b), "kvd-engine %d\n", &version); n != 1 || !strings.HasSuffix(string(b), "\n") {
+		return fmt.Errorf("%w: %s holds %q, want \"kvd-engine %d\"; restore the file from a backup", ErrCorrupt, path, b, formatVersion)
+	}
+	if version > formatVersion {
+		return fmt.Errorf("%w %s was written with format %d, this version knows up to %d: run the newer kvd, or restore a backup of the older format",
+			ErrFormat, dir, version, formatVersion)
+	}
+	return nil
+}
+
+// writeFormat creates the file under another name first: there is never half of it.
+func writeFormat(f vfs.FS, dir string) error {
+	path := f.PathJoin(dir, formatFile)
+	tmp := path + ".tmp"
+	file, err := f.Create(tmp, vfs.WriteCategoryUnspecified)
+	if err != nil {
+		return openError(tmp, err)
+	}
+	_, err = fmt.Fprintf(file, "kvd-engine %d\n", formatVersion)
+	if err == nil {
+		err = file.Sync()
+	}
+	if err = errors.Join(err, file.Close()); err != nil {
+		return openError(tmp, err)
+	}
+	if err := f.Rename(tmp, path); err != nil {
+		return openError(path, err)
+	}
+	return syncDir(f, dir)
+}
+
+// makeDir makes a directory and what is missing above it, durably: without the syncs
+// a crash can take away a directory with all that was synced below it.
+func makeDir(f vfs.FS, dir string) error {
+	if _, err := f.Stat(dir); err == nil || dir == "" {
+		return nil
+	}
+	parent := f.PathDir(dir)
+	if parent != dir {
+		if err := makeDir(f, parent); err != nil {
+			return err
+		}
+	}
+	if err := f.MkdirAll(dir, 0o755); err != nil {
+		return openError(dir, err)
+	}
+	return syncDir(f, parent)
+}
+
+func syncDir(f vfs.FS, dir string) error {
+	d, err := f.OpenDir(dir)
+	if err != nil {
+		return openError(dir, err)
+	}
+	if err := errors.Join(d.Sync(), d.Close()); err != nil {
+		return openError(dir, err)
+	}
+	return nil
+}
+
+// openError adds path and advice to what the system said.
+func openError(path string, err error) error {
+	switch {
+	case errors.Is(err, os.ErrPermission) || vfs.IsNoSpaceError(err) || isReadOnly(err):
+		return fmt.Errorf("engine: %s can not be written: %w; give the process write access and free space there", path, err)
+	}
+	return fmt.Errorf("engine: %s: %w", path, err)
+}

@@ -1,0 +1,5 @@
+//go:build !unix
+
+package engine
+
+func isReadOnly(error) bool { return false }
