@@ -1,0 +1,609 @@
+package server
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math"
+	"net"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"go.etcd.io/raft/v3/raftpb"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/health"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/reflection"
+	"google.golang.org/grpc/status"
+
+	kvdv1 "github.com/kvd-io/kvd/api/kvd/v1"
+	"github.com/kvd-io/kvd/raft"
+	"github.com/kvd-io/kvd/storage/arena"
+	"github.com/kvd-io/kvd/storage/engine"
+)
+
+// Node is one running kvd node.
+type Node struct {
+	kvdv1.UnimplementedKVServer
+	kvdv1.UnimplementedAccessServer
+	kvdv1.UnimplementedClusterServer
+	kvdv1.UnimplementedPeerServer
+
+	cfg       Config
+	log       *slog.Logger
+	bootID    uint64
+	started   time.Time
+	advertise string
+
+	dir       *dataDir
+	identity  atomic.Pointer[identity]
+	adoptMu   sync.Mutex // held by who writes the identity
+	activated chan struct{}
+	stopOnce  sync.Once
+
+	engine     *engine.Engine
+	arena      *arena.Arena
+	host       *raft.Host
+	peers      *peers
+	transport  raft.Transport // peers, but in a Core
+	core       *CoreConfig    // nil: this is a whole node
+	boots      *boots
+	export     *exporter
+	namespaces *namespaces
+	meta       *machine
+	shards     map[uint32]*shard // fixed once ready
+	sessions   *sessions
+	auth       auth
+	tokens     *tokens
+	disk       *diskWatch
+	leaders    *leaderNews
+	metrics    *metrics
+	flushed    time.Time // upkeep's: the last flush for the log's sake
+	retried    time.Time // upkeep's: when refused memory was offered again
+
+	listener net.Listener
+	grpc     *grpc.Server
+	health   *health.Server
+
+	ready    atomic.Bool
+	doubted  atomic.Bool   // another process may be this node: see beginDoubt
+	calls    *gate         // unary calls in progress
+	writes   *gate         // proposals in progress
+	stopping chan struct{} // closed when sessions are to end
+	deaf     chan struct{} // closed when peers' streams are to end
+	fatal    chan error    // capacity 1: what stopped the node
+
+	bgCtx    context.Context
+	bgCancel context.CancelFunc
+	bg       sync.WaitGroup
+}
+
+const (
+	// maxStreams of one connection at a time: calls and sessions. More wait at the
+	// client.
+	maxStreams = 1 << 16
+	// streamGrace is how long Stop waits for streams after it told them to end.
+	streamGrace = 500 * time.Millisecond
+)
+
+// Start takes the data directory, joins (or makes) the cluster and returns once the
+// node serves. ctx bounds the start only.
+func Start(ctx context.Context, cfg Config) (*Node, error) {
+	if err := cfg.Validate(); err != nil {
+		return nil, err
+	}
+	cfg = cfg.withDefaults()
+	n := newNode(cfg, randomID())
+	if err := n.start(ctx); err != nil {
+		return nil, errors.Join(err, n.release())
+	}
+	return n, nil
+}
+
+func newNode(cfg Config, bootID uint64) *Node {
+	n := &Node{
+		cfg: cfg, log: cfg.Logger, bootID: bootID, started: cfg.Clock.Now(),
+		activated: make(chan struct{}, 1), calls: newGate(), writes: newGate(), stopping: make(chan struct{}), deaf: make(chan struct{}), fatal: make(chan error, 1),
+		sessions: newSessions(), metrics: newMetrics(), leaders: newLeaderNews(), shards: map[uint32]*shard{},
+		disk: newDiskWatch(cfg.FS, cfg.DataDir, cfg.MinFreeDisk),
+	}
+	n.bgCtx, n.bgCancel = context.WithCancel(context.Background())
+	n.peers, n.boots, n.export = newPeers(n), newBoots(), newExporter(n)
+	n.transport = n.peers
+	return n
+}
+
+// start reads as the story of a node's start. Each step needs those before it.
+func (n *Node) start(ctx context.Context) (err error) {
+	if err := n.openAuth(); err != nil {
+		return err
+	}
+	// The lock comes before everything that could serve this directory's memory.
+	if n.dir, err = openDataDir(n.cfg.DataDir); err != nil {
+		return err
+	}
+	if err := n.fence(ctx, time.Now()); err != nil {
+		return err
+	}
+	id, err := n.dir.loadIdentity()
+	if err != nil {
+		return err
+	}
+	if id != nil {
+		n.identity.Store(id)
+		if have := id.manifest.GetShards(); have != n.cfg.Shards {
+			n.log.Warn("the number of shards was fixed when the cluster was made; the configured one means nothing", "shards", have, "configured", n.cfg.Shards)
+		}
+	}
+	if err := n.listen(); err != nil {
+		return err
+	}
+	// Before the node takes part in anything: a transport that can not be opened as it is
+	// configured is found while nothing has happened yet.
+	if err := n.export.open(); err != nil {
+		return err
+	}
+	// Peers may say hello, adopt and activate from here on; everyone else is told that
+	// the node is starting.
+	if err := n.joinCluster(ctx); err != nil {
+		return err
+	}
+	if err := n.openStorage(); err != nil {
+		return err
+	}
+	if err := n.openGroups(); err != nil {
+		return err
+	}
+	if err := n.markOpened(); err != nil {
+		return err
+	}
+	n.metrics.registry.MustRegister(newNodeCollector(n))
+	if _, err := n.disk.look(); err != nil {
+		return err
+	}
+	n.ready.Store(true)
+	n.host.Start()
+	n.health.SetServingStatus("", healthpb.HealthCheckResponse_SERVING)
+	n.peers.greet() // their answers may end it again: see beginDoubt
+	n.background(n.upkeep)
+	n.background(n.watchHolders)
+	n.background(n.expiry)
+	n.background(n.tellLeaders)
+	n.log.Info("node serves", "cluster", n.identity.Load().manifest.GetClusterId(), "node", n.cfg.NodeID, "boot", fmt.Sprintf("%016x", n.bootID),
+		"address", n.advertise, "transports", n.export.names(), "shards", len(n.shards))
+	return nil
+}
+
+func (n *Node) listen() (err error) {
+	n.listener, err = net.Listen("tcp", n.cfg.ListenAddr)
+	switch {
+	case errors.Is(err, unix.EADDRINUSE):
+		return fmt.Errorf("%w: listen on %s: %w: is another node running there?", ErrConfig, n.cfg.ListenAddr, err)
+	case errors.Is(err, unix.EADDRNOTAVAIL):
+		return fmt.Errorf("%w: listen on %s: %w: give an address of this host", ErrConfig, n.cfg.ListenAddr, err)
+	case err != nil:
+		return fmt.Errorf("%w: listen on %s: %w", ErrConfig, n.cfg.ListenAddr, err)
+	}
+	n.advertise = n.advertised()
+	if len(n.cfg.Peers) == 0 {
+		n.cfg.Peers = []PeerConfig{{NodeID: n.cfg.NodeID, Address: n.advertise}}
+	}
+	opts := []grpc.ServerOption{
+		grpc.MaxRecvMsgSize(maxMessageBytes), grpc.MaxSendMsgSize(maxMessageBytes), grpc.MaxConcurrentStreams(maxStreams),
+		// What release closes, a handler may be using: Stop returns after the last.
+		grpc.WaitForHandlers(true),
+		// Fixed windows: with the default gRPC measures the bandwidth by a ping for every
+		// few messages, which costs a small put more than it gains.
+		grpc.InitialWindowSize(flowWindow), grpc.InitialConnWindowSize(flowWindow),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}),
+		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 10 * time.Second, Timeout: 5 * time.Second}),
+		grpc.ChainUnaryInterceptor(n.observe, n.guardUnary), grpc.ChainStreamInterceptor(n.guardStream),
+	}
+	if n.auth.tls != nil {
+		opts = append(opts, grpc.Creds(n.auth.tls.creds()))
+	}
+	n.grpc = grpc.NewServer(opts...)
+	kvdv1.RegisterKVServer(n.grpc, n)
+	kvdv1.RegisterAccessServer(n.grpc, n)
+	kvdv1.RegisterClusterServer(n.grpc, n)
+	kvdv1.RegisterPeerServer(n.grpc, n)
+	n.health = health.NewServer()
+	n.health.SetServingStatus("", healthpb.HealthCheckResponse_NOT_SERVING)
+	healthpb.RegisterHealthServer(n.grpc, n.health)
+	reflection.Register(n.grpc)
+	n.warnOfOpenDoors()
+	n.background(func(context.Context) {
+		if err := n.grpc.Serve(n.listener); err != nil && !errors.Is(err, grpc.ErrServerStopped) {
+			n.fail(fmt.Errorf("server: gRPC on %s: %w", n.listener.Addr(), err))
+		}
+	})
+	return nil
+}
+
+// advertised is the address under which others reach this node: what the configuration
+// says, or what the list of peers says of this node, or what was bound.
+func (n *Node) advertised() string {
+	if n.cfg.AdvertiseAddr != "" {
+		return n.cfg.AdvertiseAddr
+	}
+	for _, p := range n.cfg.Peers {
+		if p.NodeID == n.cfg.NodeID {
+			return p.Address
+		}
+	}
+	bound := n.listener.Addr().String()
+	if tcp, ok := n.listener.Addr().(*net.TCPAddr); ok && tcp.IP.IsUnspecified() {
+		n.log.Warn("this node listens on every address, and clients on other hosts are told one that means nothing there: give --advertise or --peers", "address", bound)
+	}
+	return bound
+}
+
+// observe counts and times every unary call.
+func (n *Node) observe(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+	if !n.calls.enter() {
+		return nil, failShuttingDown(n.cfg.NodeID)
+	}
+	defer n.calls.leave()
+	began := time.Now()
+	resp, err := handler(ctx, req)
+	n.metrics.rpc.WithLabelValues(info.FullMethod, status.Code(err).String()).Inc()
+	n.metrics.rpcSeconds.WithLabelValues(info.FullMethod).Observe(time.Since(began).Seconds())
+	return resp, err
+}
+
+func (n *Node) openStorage() (err error) {
+	stores := engine.Config{
+		Dir: n.cfg.DataDir, FS: n.cfg.FS, CacheBytes: n.cfg.CacheBytes, Logger: n.log, OnSync: n.metrics.onSync,
+		OnFatal: n.fail,
+		OnDiskSlow: func(path string, took time.Duration) {
+			n.log.Warn("the disk is slow", "path", path, "since", took)
+		},
+		OnBackgroundError: func(err error) { n.log.Warn("the store could not be flushed; it will be tried again", "err", err) },
+	}
+	var onStore func(inRecord bool)
+	if n.core != nil {
+		stores.UnpreparedLog, stores.DiskSlowAfter, onStore = true, -1, n.core.OnStore
+	}
+	n.engine, err = engine.Open(stores)
+	if err != nil {
+		return err
+	}
+	m := n.identity.Load().manifest
+	n.arena, err = arena.New(arena.Config{
+		HashSeed: m.GetHashSeed(), BootID: n.bootID, Shards: m.GetShards(),
+		LimitBytes: n.cfg.ArenaBytes, MaxChunkBytes: n.cfg.MaxChunkBytes, HugePages: n.cfg.HugePages, Quarantine: n.cfg.Quarantine,
+		Name:    n.memoryName(),
+		OnChunk: n.export.onChunk, OnChunkGone: n.export.onChunkGone, OnStore: onStore,
+		Clock: n.cfg.Clock, Logger: n.log,
+	})
+	if err != nil {
+		return err
+	}
+	n.export.control = n.arena.ControlMemory()
+	return nil
+}
+
+// commitDelay is how long a follower may stay behind what is committed when nothing
+// else is sent to it.
+const commitDelay = 5 * time.Millisecond
+
+// openGroups opens this node's replicas, in the order of their shards: their control
+// records lie in the same order, so that neighbours are read by one READ.
+func (n *Node) openGroups() (err error) {
+	hosting := raft.Config{
+		NodeID: raft.NodeID(n.cfg.NodeID), Log: logStore{n.engine}, Transport: n.transport, Clock: n.cfg.Clock, Logger: n.log,
+		TickInterval: n.cfg.TickInterval, ElectionTicks: n.cfg.ElectionTicks, CommitDelay: commitDelay,
+		LogRetainEntries: n.cfg.LogRetainEntries, LogRetainBytes: n.cfg.LogRetainBytes,
+		Hooks: raft.Hooks{
+			OnLeaderChange: func(g raft.GroupID, leader raft.NodeID, term uint64) {
+				n.metrics.elections.Inc()
+				n.leaders.changed()
+			},
+			OnFatal: func(g raft.GroupID, err error) { n.fail(fmt.Errorf("group %d: %w", g, err)) },
+		},
+	}
+	if n.core != nil {
+		hosting.Seed = n.core.Seed
+	}
+	n.host, err = raft.NewHost(hosting)
+	if err != nil {
+		return err
+	}
+	m := n.identity.Load().manifest
+	local := n.localGroups(m)
+	if err := n.ensureInitialState(m, local); err != nil {
+		return err
+	}
+	n.namespaces = newNamespaces(n.arena)
+	n.meta = newMachine(0, n.engine.Group(0))
+	n.meta.content = metaContent{n.namespaces, n.tokens, n.engine.Group(0)}
+	for _, id := range local {
+		sm := n.meta
+		if id != 0 {
+			if sm, err = n.openShard(uint32(id)); err != nil {
+				return err
+			}
+		}
+		if _, err := n.host.AddGroup(raft.GroupConfig{ID: raft.GroupID(id), StateMachine: sm}); err != nil {
+			return fmt.Errorf("server: open group %d: %w", id, err)
+		}
+	}
+	return nil
+}
+
+// markOpened remembers that every group has a durable hard state.
+func (n *Node) markOpened() error {
+	n.adoptMu.Lock()
+	defer n.adoptMu.Unlock()
+	id := *n.identity.Load()
+	if id.opened {
+		return nil
+	}
+	id.opened = true
+	if err := n.dir.saveIdentity(&id); err != nil {
+		return err
+	}
+	n.identity.Store(&id)
+	return nil
+}
+
+// localGroups lists, in order, the groups with a replica here.
+func (n *Node) localGroups(m *kvdv1.Manifest) []uint64 {
+	var groups []uint64
+	for id := uint64(0); id <= uint64(m.GetShards()); id++ {
+		voters, learners := placement(m, id)
+		for _, node := range append(voters, learners...) {
+			if node == n.cfg.NodeID {
+				groups = append(groups, id)
+			}
+		}
+	}
+	return groups
+}
+
+// ensureInitialState writes, once in a directory's life, the state from which every
+// replica starts: index 1 of term 1, with the configuration and, in group 0, the
+// default namespace.
+func (n *Node) ensureInitialState(m *kvdv1.Manifest, groups []uint64) error {
+	wrote := false
+	for _, id := range groups {
+		g := n.engine.Group(id)
+		meta, err := g.Meta()
+		if err != nil {
+			return err
+		}
+		log, err := n.engine.OpenLog(id)
+		if err != nil {
+			return err
+		}
+		if err := n.checkWhole(id, meta, log); err != nil {
+			return err
+		}
+		if meta.Conf != nil {
+			continue
+		}
+		voters, learners := placement(m, id)
+		b := g.NewBatch()
+		err = b.SetMeta(engine.Meta{Applied: 1, AppliedTerm: 1, ConfigID: 1, Conf: &raftpb.ConfState{Voters: voters, Learners: learners}})
+		if err == nil && id == 0 {
+			err = putNamespace(b, &kvdv1.NamespaceInfo{Id: defaultNamespaceID, Name: DefaultNamespace, OneSided: true})
+		}
+		if err != nil {
+			b.Discard()
+			return err
+		}
+		if err := b.Commit(); err != nil {
+			return err
+		}
+		wrote = true
+	}
+	if !wrote {
+		return nil
+	}
+	return n.engine.Flush()
+}
+
+// checkWhole refuses a group of which one store is missing: a replica that forgot its
+// term or its vote must not take part.
+func (n *Node) checkWhole(group uint64, meta engine.Meta, log engine.LogState) error {
+	lost := ""
+	switch {
+	case meta.Conf == nil && (log.Hard != nil || n.identity.Load().opened):
+		lost = "state"
+	case meta.Conf != nil && log.Hard == nil && (meta.Applied > 1 || n.identity.Load().opened):
+		lost = "log"
+	default:
+		return nil
+	}
+	return fmt.Errorf("%w: %s has lost the %s store of group %d: if the store was only moved, put it back as it was; an older copy must not be used, for the node has promised things since; if it is lost, leave this node out", ErrDataDir, n.cfg.DataDir, lost, group)
+}
+
+func (n *Node) openShard(number uint32) (*machine, error) {
+	log, err := n.engine.OpenLog(uint64(number))
+	if err != nil {
+		return nil, err
+	}
+	rec, err := n.arena.NewRecord(uint64(number), n.cfg.NodeID, log.Hard.GetTerm())
+	if err != nil {
+		return nil, err
+	}
+	m := n.identity.Load().manifest
+	sh := newShard(number, keyPlace{m.GetHashSeed(), m.GetShards()}, n.engine.Group(uint64(number)), n.arena, rec, defaultWriterLimits)
+	n.shards[number] = sh
+	return sh.machine, nil
+}
+
+// machine of a group with a replica here, or nil. The number may be a peer's.
+func (n *Node) machine(g raft.GroupID) *machine {
+	switch {
+	case g == 0:
+		return n.meta
+	case g > math.MaxUint32:
+		return nil
+	}
+	if sh := n.shards[uint32(g)]; sh != nil {
+		return sh.machine
+	}
+	return nil
+}
+
+// background runs f until the node stops; f ends when its context does.
+func (n *Node) background(f func(context.Context)) {
+	n.bg.Add(1)
+	go func() {
+		defer n.bg.Done()
+		f(n.bgCtx)
+	}()
+}
+
+// fail records what the node can not go on with.
+func (n *Node) fail(err error) {
+	select {
+	case n.fatal <- err:
+		n.log.Error("the node can not go on", "err", err)
+	default:
+	}
+}
+
+// Fatal yields the error that the node can not go on with. The owner should Stop it.
+func (n *Node) Fatal() <-chan error { return n.fatal }
+
+// Address is how others reach the node's gRPC.
+func (n *Node) Address() string { return n.advertise }
+
+// ClusterID of the cluster that the node belongs to.
+func (n *Node) ClusterID() string { return n.identity.Load().manifest.GetClusterId() }
+
+// Stop hands leadership over, finishes the calls that are in progress, ends the
+// sessions and releases everything. After ctx it stops waiting for either. Stopping
+// again does nothing and returns nil.
+func (n *Node) Stop(ctx context.Context) (err error) {
+	n.stopOnce.Do(func() { err = n.stop(ctx) })
+	return err
+}
+
+func (n *Node) stop(ctx context.Context) error {
+	n.health.Shutdown()
+	// A proposal that is under way when leadership goes has an unknown outcome. So
+	// there are none: for the moment of the hand-over, new ones are told to try again.
+	drained, cancel := context.WithTimeout(ctx, time.Duration(n.cfg.ElectionTicks)*n.cfg.TickInterval)
+	select {
+	case <-n.writes.close():
+	case <-drained.Done():
+		n.log.Warn("writes in progress were not waited for any longer")
+	}
+	cancel()
+	n.handOver(ctx)
+	select {
+	case <-n.calls.close():
+	case <-ctx.Done():
+		n.log.Warn("calls in progress were not waited for any longer")
+	}
+	close(n.stopping)
+	close(n.deaf)
+	done := make(chan struct{})
+	go func() {
+		n.grpc.GracefulStop()
+		close(done)
+	}()
+	// What is left are streams that end by themselves at once, and those that never do
+	// (a client that watches the health service).
+	grace := time.NewTimer(streamGrace)
+	defer grace.Stop()
+	select {
+	case <-done:
+	case <-grace.C:
+	case <-ctx.Done():
+	}
+	err := n.release()
+	<-done
+	return err
+}
+
+// handOver gives each shard that this node leads to the follower that is furthest.
+func (n *Node) handOver(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, time.Duration(2*n.cfg.ElectionTicks)*n.cfg.TickInterval)
+	defer cancel()
+	var wg sync.WaitGroup
+	moved, kept := atomic.Int64{}, atomic.Int64{}
+	for id := range uint64(n.identity.Load().manifest.GetShards()) + 1 {
+		g := n.host.Group(raft.GroupID(id))
+		if g == nil || !g.Status().Leading {
+			continue
+		}
+		to := bestFollower(g.Status())
+		if to == 0 {
+			kept.Add(1)
+			continue
+		}
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			if err := g.TransferLeader(ctx, to); err != nil {
+				kept.Add(1)
+				return
+			}
+			moved.Add(1)
+		}()
+	}
+	wg.Wait()
+	n.log.Info("leadership handed over", "shards", moved.Load(), "kept", kept.Load())
+}
+
+// bestFollower is the live voter with the longest log; 0: none.
+func bestFollower(st raft.Status) raft.NodeID {
+	var best raft.FollowerProgress
+	for _, f := range st.Followers {
+		if f.Active && !f.Learner && !f.Snapshot && (best.Node == 0 || f.Match > best.Match) {
+			best = f
+		}
+	}
+	return best.Node
+}
+
+// release gives up everything that start took, in reverse, as far as it came.
+func (n *Node) release() error {
+	var errs []error
+	n.ready.Store(false)
+	// From here on no one-sided reader is confirmed by this node any more.
+	for _, sh := range n.shards {
+		sh.record.Retire()
+	}
+	n.bgCancel()
+	n.peers.cancel()
+	if n.grpc != nil {
+		n.grpc.Stop()
+	} else if n.listener != nil {
+		errs = append(errs, n.listener.Close())
+	}
+	if n.host != nil {
+		errs = append(errs, n.host.Close())
+	}
+	n.peers.close()
+	exposed := n.export.close()
+	errs = append(errs, exposed)
+	n.bg.Wait()
+	if n.arena != nil {
+		errs = append(errs, n.arena.Close())
+	}
+	if n.engine != nil {
+		for _, sh := range n.shards {
+			errs = append(errs, sh.dropStaged())
+		}
+		if n.meta != nil {
+			errs = append(errs, n.engine.Flush(), n.meta.dropStaged())
+		}
+		errs = append(errs, n.engine.Close())
+	}
+	if n.dir != nil {
+		if exposed == nil {
+			errs = append(errs, n.dir.leave())
+		}
+		errs = append(errs, n.dir.close())
+	}
+	return errors.Join(errs...)
+}
