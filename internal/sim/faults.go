@@ -1,0 +1,374 @@
+package sim
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/kvd-io/kvd/jepsen/history"
+	"github.com/kvd-io/kvd/raft"
+)
+
+// faults is the first phase: everything may happen, in spells.
+func (s *sim) faults() {
+	s.settle()
+	for i := range s.run.Steps {
+		if len(s.res.Breach) > 0 {
+			return
+		}
+		if i%spell == 0 {
+			if s.rough = i > 0 && s.chance(2); !s.rough {
+				s.repair()
+			}
+		}
+		if s.step() {
+			s.settle()
+		}
+	}
+}
+
+// spell is how many steps the cluster is left in peace, or not.
+const spell = 1500
+
+// step takes one step of chance; false: nothing changed.
+func (s *sim) step() bool {
+	switch r := s.rnd.IntN(1000); {
+	case r < 380:
+		return s.deliver()
+	case r < 640:
+		n, ok := pick(s, s.live())
+		return ok && n.work()
+	case r < 890:
+		return s.read()
+	case r < 940:
+		s.pass(s.moments())
+		s.settle()
+		s.ticks()
+	case r < 990:
+		a, ok := pick(s, s.idle())
+		if !ok {
+			return false
+		}
+		s.call(a, s.operation())
+	case r < 996:
+		s.upkeep()
+	case s.rough:
+		s.fault()
+	}
+	return true
+}
+
+// moments is how long time passes at once. It is of nanoseconds, so that it ends in no
+// moment at which a timer of the clients is due.
+func (s *sim) moments() time.Duration {
+	most := 30 * time.Millisecond
+	switch r := s.rnd.IntN(100); {
+	case r < 60:
+		most = 200 * time.Microsecond
+	case r < 96:
+		most = 2 * time.Millisecond
+	}
+	return 1 + time.Duration(s.rnd.Int64N(int64(most)))
+}
+
+func (s *sim) operation() *history.Op {
+	op := &history.Op{Key: s.keys[s.rnd.IntN(len(s.keys))]}
+	if s.chance(2) {
+		op.Key = s.keys[s.rnd.IntN(2)] // where things meet
+	}
+	switch r := s.rnd.IntN(100); {
+	case r < 45:
+		op.Kind = history.Get
+	case r < 51:
+		op.Kind, op.Level = history.Get, "session"
+	case r < 55:
+		op.Kind, op.Level = history.Get, "stale"
+	case r < 78:
+		op.Kind = history.Put
+	case r < 84:
+		op.Kind = history.Add
+	case r < 90:
+		op.Kind = history.Swap
+	case r < 97:
+		op.Kind = history.Del
+	default:
+		op.Kind = history.Drop
+	}
+	return op
+}
+
+// upkeep does what nodes do once in a while.
+func (s *sim) upkeep() {
+	n, ok := pick(s, s.live())
+	if !ok {
+		return
+	}
+	switch s.rnd.IntN(4) {
+	case 0, 1:
+		s.note("node %d: flushes", n.id)
+		if err := n.boot.core.Flush(); err != nil && !n.boot.dead.Load() {
+			s.breach("node %d: flush: %v", n.id, err)
+		}
+	case 2:
+		s.note("node %d: gives memory free", n.id)
+		n.boot.core.Tick()
+	case 3:
+		s.note("node %d: expires", n.id)
+		b := n.boot
+		go b.core.Expire(b.life)
+	}
+}
+
+// fault makes one thing go wrong.
+func (s *sim) fault() {
+	n := s.victim()
+	switch r := s.rnd.IntN(100); {
+	case n.boot == nil:
+		if r < 60 {
+			s.fell("restart", "node %d", n.id)
+			n.start()
+		}
+	case r < 12:
+		keep := s.chance(3)
+		s.fell("crash", "node %d, all that was written survives: %v", n.id, keep)
+		n.crash(keep)
+	case r < 24:
+		in, keep := 1+s.rnd.IntN(12), s.chance(4)
+		s.fell("power fails soon", "node %d, in %d operations of its disk", n.id, in)
+		n.boot.disk.failIn(in, keep)
+	case r < 26:
+		s.fell("all crash", "")
+		for _, n := range s.nodes {
+			if n.boot != nil {
+				n.crash(false)
+			}
+		}
+	case r < 42 && !n.frozen:
+		s.fell("stop", "node %d", n.id)
+		s.freeze(n, true)
+	case n.frozen && r < 70:
+		s.fell("go on", "node %d", n.id)
+		s.freeze(n, false)
+	case r < 52:
+		s.isolate(n)
+	case r < 60:
+		a, b := s.process(), s.process()
+		s.fell("cut one way", "%d -> %d", a, b)
+		s.cut(a, b)
+	case r < 78:
+		s.fell("cuts heal", "")
+		s.mend()
+	case r < 94:
+		s.transfer(n)
+	case r < 97:
+		if s.opt.ttl {
+			return
+		}
+		s.fell("clock jumps", "node %d", n.id)
+		n.clock.Advance(time.Duration(s.rnd.IntN(5000)) * time.Millisecond)
+	default:
+		a, _ := pick(s, s.clients)
+		s.fell("connection lost", "client %d, node %d", a.id, n.id)
+		a.fabric.Lose(a.host(), n.host())
+	}
+}
+
+// victim is mostly a node that leads.
+func (s *sim) victim() *node {
+	n, _ := pick(s, s.nodes)
+	if s.chance(3) {
+		return n
+	}
+	shard := raft.GroupID(1 + s.rnd.IntN(s.opt.shards))
+	for _, o := range s.nodes {
+		if o.boot == nil {
+			continue
+		}
+		if g := o.boot.core.Host().Group(shard); g != nil && g.Status().Leading {
+			return o
+		}
+	}
+	return n
+}
+
+// fell notes a fault.
+func (s *sim) fell(kind, format string, args ...any) {
+	s.count(kind)
+	s.note("fault: %s %s", kind, fmt.Sprintf(format, args...))
+}
+
+func (s *sim) freeze(n *node, frozen bool) {
+	n.frozen = frozen
+	for _, a := range s.clients {
+		if frozen {
+			a.fabric.Freeze(n.host())
+		} else {
+			a.fabric.Thaw(n.host())
+		}
+	}
+}
+
+// process is any node or client.
+func (s *sim) process() int {
+	i := s.rnd.IntN(len(s.nodes) + len(s.clients))
+	if i < len(s.nodes) {
+		return s.nodes[i].id
+	}
+	return s.clients[i-len(s.nodes)].id
+}
+
+// isolate cuts a node off: from the other nodes, and perhaps from clients.
+func (s *sim) isolate(n *node) {
+	clients := s.chance(3)
+	s.fell("isolate", "node %d, clients too: %v", n.id, clients)
+	for _, o := range s.nodes {
+		if o != n {
+			s.cut(n.id, o.id)
+			s.cut(o.id, n.id)
+		}
+	}
+	for _, a := range s.clients {
+		if clients && s.chance(2) {
+			s.cut(n.id, a.id)
+			s.cut(a.id, n.id)
+		}
+	}
+}
+
+func (s *sim) cut(from, to int) {
+	s.cuts[[2]int{from, to}] = true
+	for _, a := range s.clients {
+		// A READ needs both ways.
+		switch a.id {
+		case from:
+			s.partition(a, to)
+		case to:
+			s.partition(a, from)
+		}
+	}
+}
+
+func (s *sim) partition(a *actor, node int) {
+	if node <= len(s.nodes) {
+		a.fabric.Partition(a.host(), s.node(node).host())
+	}
+}
+
+func (s *sim) mend() {
+	clear(s.cuts)
+	for _, a := range s.clients {
+		for _, n := range s.nodes {
+			a.fabric.Heal(a.host(), n.host())
+		}
+	}
+}
+
+// transfer asks a node to hand a shard over.
+func (s *sim) transfer(n *node) {
+	if n.frozen {
+		return
+	}
+	g := n.boot.core.Host().Group(raft.GroupID(1 + s.rnd.IntN(s.opt.shards)))
+	to, _ := pick(s, s.nodes)
+	if g == nil || !g.Status().Leading {
+		return
+	}
+	s.fell("transfer", "shard %d from node %d to %d", g.ID(), n.id, to.id)
+	b := n.boot
+	go func() {
+		ctx, cancel := context.WithTimeout(b.life, 50*time.Millisecond)
+		defer cancel()
+		_ = g.TransferLeader(ctx, raft.NodeID(to.id)) // it may well fail: whether it does is no matter here
+	}()
+}
+
+// repair ends all faults.
+func (s *sim) repair() {
+	s.note("all faults end")
+	s.mend()
+	for _, n := range s.nodes {
+		if n.frozen {
+			s.freeze(n, false)
+		}
+		if n.boot == nil {
+			n.start()
+			s.settle()
+			continue
+		}
+		n.boot.disk.failIn(0, false)
+	}
+}
+
+// heal is the second phase: all faults end, and then every client must be able to write
+// and to read every key.
+func (s *sim) heal() {
+	s.rough = false
+	s.settle()
+	s.repair()
+	todo := map[*actor]int{} // operations done
+	for tick := range healBound {
+		if len(s.res.Breach) > 0 {
+			return
+		}
+		s.pass(tickInterval + time.Duration(s.rnd.IntN(1000)))
+		s.settle()
+		s.ticks()
+		s.drain()
+		left := false
+		for _, a := range s.clients {
+			if n := todo[a]; n > 0 && n < 2*len(s.keys)+1 && a.busy == nil && !s.worked(a) {
+				todo[a]-- // again
+			}
+			n := todo[a]
+			left = left || n < 2*len(s.keys) || a.busy != nil
+			if n >= 2*len(s.keys) || a.busy != nil || !a.dialled.Load() {
+				continue
+			}
+			op := &history.Op{Key: s.keys[n/2], Kind: history.Put}
+			if n%2 == 1 {
+				op.Kind = history.Get
+			}
+			todo[a]++
+			s.call(a, op)
+			s.settle()
+		}
+		if !left {
+			s.res.Healed = tick
+			return
+		}
+	}
+	for _, a := range s.clients {
+		s.breach("no progress: client %d has done %d of %d operations %d ticks after all faults ended", a.id, todo[a], 2*len(s.keys), healBound)
+	}
+}
+
+// worked tells whether the last operation of the client had an answer.
+func (s *sim) worked(a *actor) bool {
+	for i := len(s.ops) - 1; i >= 0; i-- {
+		if op := s.ops[i]; op.Process == a.id {
+			return op.Outcome == history.OK
+		}
+	}
+	return false
+}
+
+// drain takes steps until there is nothing to do before more time passes.
+func (s *sim) drain() {
+	for idle := 0; idle < 12; {
+		busy := false
+		switch s.rnd.IntN(3) {
+		case 0:
+			busy = s.deliver()
+		case 1:
+			if n, ok := pick(s, s.live()); ok {
+				busy = n.work()
+			}
+		case 2:
+			busy = s.read()
+		}
+		if idle++; busy {
+			idle = 0
+			s.settle()
+		}
+	}
+}
