@@ -1,0 +1,187 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"regexp"
+	"strings"
+	"time"
+
+	"github.com/jedib0t/go-pretty/v6/table"
+	"github.com/spf13/cobra"
+
+	"github.com/kvd-io/kvd/jepsen/check"
+)
+
+// control is a broken variant (see internal/chaos) and what has to catch it: a run, or,
+// where what goes wrong is too short or too rare for a run, a test of the package whose
+// rule it is.
+type control struct {
+	variant string
+	// Of a run:
+	workload, nemesis, transport string
+	set                          func(f *flags) // beside these
+	// Of a test:
+	pkg, test string
+}
+
+// controlLimit is how long a variant may take to be caught, all runs together.
+const controlLimit = 2 * time.Minute
+
+const (
+	controlTime = 20 * time.Second // of one run
+	controlHeal = 10 * time.Second // a broken cluster need not make progress
+)
+
+// huge values, of which each soon lies where another did, as fast as it goes.
+func huge(f *flags) { f.shards, f.keys, f.rate, f.minSize, f.maxSize = 1, 2, 0, 1<<20, 1<<20 }
+
+var controls = []control{
+	{variant: "no-confirmation", workload: "register", nemesis: "stop", transport: "shm"},
+	{variant: "route-with-object", pkg: "client", test: "TestRules"},
+	{variant: "term-after-message", pkg: "raft", test: "TestScripts"},
+	{variant: "served-early", workload: "register", nemesis: "kill-all,transfer", transport: "shm"},
+	{variant: "engine-ahead", workload: "register", nemesis: "none", transport: "mixed"},
+	{variant: "frozen-mapping", pkg: "rdma/shm", test: "TestDeathWord"},
+	{variant: "forget-term", pkg: "raft", test: "TestSim|TestTermAtOpen"},
+	{variant: "snapshot-unannounced", pkg: "storage/arena", test: "TestLoadIsBesideTheOldContent"},
+	{variant: "retry-twice", workload: "once", nemesis: "transfer,kill,client-leader", transport: "mixed"},
+	{variant: "expiry-unfenced", pkg: "server", test: "TestContentAgreesWithTwin"},
+	{variant: "old-term-acknowledged", workload: "register", nemesis: "isolate-leader,one-way,halves", transport: "mixed"},
+	{variant: "config-ignored", pkg: "client", test: "TestRules"},
+	{variant: "overwrite-reversed", workload: "register", nemesis: "none", transport: "shm",
+		set: func(f *flags) { f.shards, f.keys, f.rate, f.maxSize = 4, 4, 0, 256 }},
+	{variant: "evict-unmarked", workload: "register", nemesis: "none", transport: "shm",
+		set: func(f *flags) { f.arena, f.keys, f.rate = "4MiB", 400, 0 }},
+	{variant: "layout-gen-ignored", workload: "register", nemesis: "grow", transport: "shm", set: func(f *flags) { f.shards, f.rate, f.maxSize = 1, 0, 256 }},
+	{variant: "bucket-sum-ignored", pkg: "client", test: "TestRules"},
+	{variant: "checksum-ignored", workload: "register", nemesis: "none", transport: "tcp", set: huge},
+}
+
+// caught is how a control ended.
+type caught struct {
+	by     string
+	took   time.Duration
+	repeat string
+	err    error // it was not caught, or that could not be found out
+}
+
+// runControls shows of each variant named that something catches it.
+func (f *flags) runControls(cmd *cobra.Command) error {
+	chosen, err := chosenControls(f.control)
+	if err != nil {
+		return err
+	}
+	dir, err := os.MkdirTemp(f.dataDir, "kvd-controls-")
+	if err != nil {
+		return err
+	}
+	defer func() { _ = os.RemoveAll(dir) }()
+	p, err := f.build(cmd.Context(), dir, true)
+	if err != nil {
+		return err
+	}
+	t := table.NewWriter()
+	t.SetStyle(table.StyleLight)
+	t.AppendHeader(table.Row{"variant", "caught by", "after", "to repeat"})
+	var errs []error
+	for _, c := range chosen {
+		one := *f
+		one.programs, one.broken = &p, c.variant
+		began := time.Now()
+		var got caught
+		if c.pkg != "" {
+			got = c.byTest(cmd.Context())
+		} else {
+			got = c.byRun(cmd, &one)
+		}
+		got.took = time.Since(began)
+		if got.err != nil {
+			errs = append(errs, fmt.Errorf("control %s: %w", c.variant, got.err))
+			got.by = "NOT CAUGHT"
+		}
+		t.AppendRow(table.Row{c.variant, got.by, fmt.Sprintf("%.0f s", got.took.Seconds()), got.repeat})
+		if err := cmd.Context().Err(); err != nil {
+			errs = append(errs, err)
+			break
+		}
+	}
+	fmt.Fprintln(cmd.OutOrStdout(), t.Render())
+	return errors.Join(errs...)
+}
+
+func chosenControls(names string) ([]control, error) {
+	if names == "all" {
+		return controls, nil
+	}
+	var out []control
+next:
+	for _, name := range strings.Split(names, ",") {
+		for _, c := range controls {
+			if c.variant == name {
+				out = append(out, c)
+				continue next
+			}
+		}
+		return nil, fmt.Errorf("control %q is not known: want all, or some of %s", name, strings.Join(controlNames(), ","))
+	}
+	return out, nil
+}
+
+func controlNames() []string {
+	var names []string
+	for _, c := range controls {
+		names = append(names, c.variant)
+	}
+	return names
+}
+
+// byRun runs seed after seed until the judge finds a violation or time is up.
+func (c control) byRun(cmd *cobra.Command, f *flags) caught {
+	f.workload, f.nemesis, f.transport, f.length, f.shards = c.workload, c.nemesis, c.transport, controlTime, defaultShards(c.workload)
+	if c.set != nil {
+		c.set(f)
+	}
+	for began := time.Now(); ; f.seed++ {
+		got := caught{repeat: fmt.Sprintf("go run ./jepsen --control %s --seed %d", c.variant, f.seed)}
+		o, err := f.once(cmd)
+		switch {
+		case err != nil:
+			got.err = err
+		case o.r.Verdict == check.Violation:
+			got.by = fmt.Sprintf("%s, %s over %s: %s", c.workload, c.nemesis, c.transport, o.r.Findings[0].Kind)
+		case time.Since(began) > controlLimit-controlTime:
+			got.err = fmt.Errorf("no violation was found in %.0f s, the last verdict was %s", time.Since(began).Seconds(), o.r.Verdict)
+		default:
+			continue
+		}
+		return got
+	}
+}
+
+var failedTest = regexp.MustCompile(`(?m)^\s*--- FAIL: (\S+)`)
+
+// byTest runs a test of the package with the variant on: it has to fail. That it passes
+// without is what every other run of the tests shows.
+func (c control) byTest(ctx context.Context) caught {
+	args := []string{"test", "-tags", "chaos", "-count=1", module + c.pkg, "-run", "^(" + c.test + ")$"}
+	got := caught{repeat: fmt.Sprintf("KVD_CHAOS_BREAK=%s go test -tags chaos ./%s -run '^(%s)$'", c.variant, c.pkg, c.test)}
+	ctx, cancel := context.WithTimeout(ctx, 2*controlLimit) // it may have to be built
+	defer cancel()
+	cmd := exec.CommandContext(ctx, "go", args...)
+	cmd.Env = append(os.Environ(), "KVD_CHAOS_BREAK="+c.variant)
+	out, err := cmd.CombinedOutput()
+	failed := failedTest.FindAllStringSubmatch(string(out), 2)
+	switch {
+	case err == nil:
+		got.err = fmt.Errorf("%s of %s passes with the variant on", c.test, c.pkg)
+	case len(failed) == 0:
+		got.err = fmt.Errorf("%s of %s did not run: %w\n%s", c.test, c.pkg, err, out)
+	default:
+		got.by = c.pkg + " " + failed[len(failed)-1][1] // the subtest, where there is one
+	}
+	return got
+}

@@ -1,0 +1,208 @@
+package env
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+)
+
+// Node is one kvd process, or the place of one that is dead.
+type Node struct {
+	ID      uint64
+	Host    *Host
+	Address string // gRPC
+	LogFile string
+	Socket  string // for package faults; empty: the program was not built for that
+
+	bin     string
+	args    []string
+	environ []string // beside ours
+	cg      *cgroup  // nil: none
+
+	mu struct {
+		sync.Mutex
+		cmd     *exec.Cmd
+		done    chan struct{}
+		doomed  bool     // whoever kills it says so before
+		crashes []string // ends that nobody had ordered
+		starts  int
+	}
+}
+
+// Start starts the process; it must not be running. extra flags win over the node's own.
+func (n *Node) Start(extra ...string) error {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.mu.cmd != nil {
+		return fmt.Errorf("env: node %d runs already", n.ID)
+	}
+	out, err := os.OpenFile(n.LogFile, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = out.Close() }() // the child has its own
+	cmd := exec.Command(n.bin, append(slices.Clone(n.args), extra...)...)
+	// kvd's own settings in our environment are meant for a node started by hand.
+	cmd.Env = slices.DeleteFunc(os.Environ(), func(kv string) bool { return strings.HasPrefix(kv, "KVD_") })
+	cmd.Env = append(cmd.Env, n.environ...)
+	cmd.Stdout, cmd.Stderr = out, out
+	if err := n.Host.thread.start(cmd); err != nil {
+		return fmt.Errorf("env: start node %d: %w", n.ID, err)
+	}
+	if n.cg != nil {
+		if err := n.cg.add(cmd.Process.Pid); err != nil {
+			err = errors.Join(err, cmd.Process.Kill(), cmd.Wait())
+			return fmt.Errorf("env: node %d: %w", n.ID, err)
+		}
+	}
+	done := make(chan struct{})
+	n.mu.cmd, n.mu.done, n.mu.doomed = cmd, done, false
+	n.mu.starts++
+	go func() {
+		err := cmd.Wait()
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		if !n.mu.doomed {
+			n.mu.crashes = append(n.mu.crashes, fmt.Sprintf("node %d ended by itself (%v): %s", n.ID, err, n.lastWords()))
+		}
+		n.mu.cmd = nil
+		close(done)
+	}()
+	return nil
+}
+
+// lastWords is the end of the node's log.
+func (n *Node) lastWords() string {
+	b, err := os.ReadFile(n.LogFile)
+	if err != nil {
+		return err.Error()
+	}
+	lines := strings.Split(strings.TrimSpace(string(b)), "\n")
+	return strings.Join(lines[max(0, len(lines)-3):], " | ")
+}
+
+// PID of the running process, or 0.
+func (n *Node) PID() int {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.mu.cmd == nil {
+		return 0
+	}
+	return n.mu.cmd.Process.Pid
+}
+
+// Doom says that the process is about to be killed, so that its end is no crash. It
+// returns what is closed when the process has ended, or nil if none runs.
+func (n *Node) Doom() <-chan struct{} {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.mu.cmd == nil {
+		return nil
+	}
+	n.mu.doomed = true
+	return n.mu.done
+}
+
+// Spare takes a Doom back.
+func (n *Node) Spare() {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.mu.doomed = false
+}
+
+// Signal sends a signal; a process that is gone is no error.
+func (n *Node) Signal(s syscall.Signal) error {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.mu.cmd == nil {
+		return nil
+	}
+	if err := n.mu.cmd.Process.Signal(s); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return fmt.Errorf("env: signal node %d: %w", n.ID, err)
+	}
+	return nil
+}
+
+// Kill ends the process by SIGKILL and waits for it. It tells whether one ran.
+func (n *Node) Kill() (bool, error) {
+	done := n.Doom()
+	if done == nil {
+		return false, nil
+	}
+	err := n.Signal(syscall.SIGKILL)
+	<-done
+	return true, err
+}
+
+// Term ends the process by SIGTERM and waits for it, but not longer than ctx.
+func (n *Node) Term(ctx context.Context) error {
+	done := n.Doom()
+	if done == nil {
+		return nil
+	}
+	if err := n.Signal(syscall.SIGTERM); err != nil {
+		return err
+	}
+	select {
+	case <-done:
+		return nil
+	case <-ctx.Done():
+		_, err := n.Kill()
+		return errors.Join(fmt.Errorf("env: node %d did not end by itself: %w", n.ID, ctx.Err()), err)
+	}
+}
+
+// Stopped tells whether the kernel says that the process is stopped.
+func (n *Node) Stopped() bool {
+	pid := n.PID()
+	if pid == 0 {
+		return false
+	}
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return false
+	}
+	_, rest, ok := bytes.Cut(b[bytes.LastIndexByte(b, ')'):], []byte(" "))
+	return ok && len(rest) > 0 && rest[0] == 'T'
+}
+
+// Crashes are the ends that nobody had ordered, and the traces of panics in the log.
+func (n *Node) Crashes() []string {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	out := slices.Clone(n.mu.crashes)
+	b, err := os.ReadFile(n.LogFile)
+	if err != nil {
+		return append(out, err.Error())
+	}
+	for _, trace := range []string{"panic: ", "fatal error: ", "DATA RACE"} {
+		if i := bytes.Index(b, []byte(trace)); i >= 0 {
+			text := string(b[i:min(len(b), i+300)])
+			out = append(out, fmt.Sprintf("node %d logged %q (%s)", n.ID, text, filepath.Base(n.LogFile)))
+		}
+	}
+	return out
+}
+
+// LogSize is how much the node has logged so far, in bytes.
+func (n *Node) LogSize() int64 {
+	st, err := os.Stat(n.LogFile)
+	if err != nil {
+		return 0
+	}
+	return st.Size()
+}
+
+// Logged tells whether the log holds the text behind an offset.
+func (n *Node) Logged(text string, from int64) bool {
+	b, err := os.ReadFile(n.LogFile)
+	return err == nil && int64(len(b)) > from && bytes.Contains(b[from:], []byte(text))
+}

@@ -1,0 +1,167 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
+
+	"github.com/kvd-io/kvd/jepsen/check"
+	"github.com/kvd-io/kvd/jepsen/history"
+)
+
+// cleanup removes what tests share.
+var cleanup = func() {}
+
+func TestMain(m *testing.M) {
+	goleak.VerifyTestMain(m, goleak.Cleanup(func(code int) {
+		cleanup()
+		os.Exit(code)
+	}))
+}
+
+// judge runs the command on a saved history.
+func judge(t *testing.T, path string) (line string, err error) {
+	t.Helper()
+	cmd := newCommand()
+	var out bytes.Buffer
+	cmd.SetOut(&out)
+	cmd.SetErr(&bytes.Buffer{})
+	cmd.SetArgs([]string{"--judge", path})
+	err = cmd.ExecuteContext(context.Background())
+	return out.String(), err
+}
+
+func saved(t *testing.T, change func(h *history.Header, ops []*history.Op, end *history.End)) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "history.jsonl")
+	header := history.Header{Workload: "register", Nemesis: "none", Seed: 3, Settings: map[string]string{"transport": "shm"}}
+	ops := []*history.Op{
+		{ID: 1, Kind: history.Put, Key: "k", Value: 1, Call: 1, Return: 2, Outcome: history.OK, Version: 10, Shard: 1},
+		{ID: 2, Kind: history.Get, Key: "k", Call: 3, Return: 4, Outcome: history.OK, Got: 1, Version: 10, Shard: 1},
+	}
+	end := &history.End{Gets: map[string]uint64{"shm": 1}}
+	change(&header, ops, end)
+	rec, err := history.Create(path, header)
+	require.NoError(t, err)
+	for _, op := range ops {
+		rec.Op(op)
+	}
+	_, err = rec.Close(end)
+	require.NoError(t, err)
+	return path
+}
+
+func TestJudgeASavedHistory(t *testing.T) {
+	path := saved(t, func(*history.Header, []*history.Op, *history.End) {})
+	line, err := judge(t, path)
+	require.NoError(t, err, line)
+	require.Contains(t, line, "PASS")
+	for _, name := range []string{"again-verdict.txt", "again-report.json", "again-picture.html"} {
+		st, err := os.Stat(filepath.Join(filepath.Dir(path), name))
+		require.NoError(t, err)
+		require.NotZero(t, st.Size(), name)
+	}
+}
+
+// Each verdict has an exit code of its own, and a run that tested nothing is no pass.
+func TestVerdictsAndExitCodes(t *testing.T) {
+	for name, c := range map[string]struct {
+		change func(h *history.Header, ops []*history.Op, end *history.End)
+		want   check.Verdict
+		code   int
+		says   string
+	}{
+		"violation":   {func(_ *history.Header, ops []*history.Op, _ *history.End) { ops[1].Outcome = history.Absent }, check.Violation, exitViolation, "linearizability"},
+		"nothing":     {func(_ *history.Header, ops []*history.Op, _ *history.End) { ops[1].Outcome = history.Fail }, check.Broken, exitBroken, "nothing was tested"},
+		"not shm":     {func(_ *history.Header, _ []*history.Op, end *history.End) { end.Gets = map[string]uint64{"grpc": 1} }, check.Broken, exitBroken, "over shm"},
+		"no progress": {func(_ *history.Header, _ []*history.Op, end *history.End) { end.Progress = "stuck" }, check.Broken, exitBroken, "no progress"},
+		"no fault": {func(h *history.Header, _ []*history.Op, _ *history.End) {
+			h.Schedule = []json.RawMessage{[]byte(`{"kind":"kill"}`)}
+		}, check.Broken, exitBroken, "no fault happened"},
+	} {
+		line, err := judge(t, saved(t, c.change))
+		var v verdictError
+		require.ErrorAs(t, err, &v, name)
+		require.Equal(t, c.want, v.verdict, name)
+		require.Equal(t, c.code, v.code(), name)
+		require.Contains(t, line, c.says, name)
+	}
+	require.Equal(t, exitUnknown, verdictError{check.Undecided}.code())
+}
+
+func TestFaultsThatWereNotSeen(t *testing.T) {
+	h := &history.History{Header: history.Header{Schedule: []json.RawMessage{[]byte(`{"kind":"kill"}`), []byte(`{"kind":"stop"}`), []byte(`{"kind":"oom"}`)}}}
+	h.Faults = []history.Fault{{Kind: "kill", Seen: true}, {Kind: "kill"}, {Kind: "stop"}, {Kind: "stop"}, {Kind: "oom"}}
+	require.Equal(t, []string{"fault stop was ordered 2 times and never seen to happen"}, neverSeen(h))
+	h.Faults[2].Short = true
+	require.Empty(t, neverSeen(h), "the run ended before it could be seen")
+	h.Faults = []history.Fault{{Kind: "stop", Short: true}}
+	require.Equal(t, []string{"no fault happened at all"}, neverSeen(h))
+}
+
+func TestGetsDuringStops(t *testing.T) {
+	h := &history.History{Faults: []history.Fault{{Kind: "stop", Seen: true, Start: 10, End: 20}, {Kind: "kill", Seen: true, Start: 30, End: 40}}}
+	for _, call := range []int64{5, 11, 15, 19, 31} {
+		h.Ops = append(h.Ops, &history.Op{Kind: history.Get, Via: "shm", Outcome: history.OK, Call: call, Return: call + 3})
+	}
+	require.Equal(t, 2, duringStops(h))
+}
+
+func TestBadFlags(t *testing.T) {
+	for _, args := range [][]string{
+		{"--workload", "bank"}, {"--nemesis", "rain"}, {"--transport", "pigeon"}, {"--nodes", "4"}, {"--keys", "0"},
+		{"--time", "0s"}, {"--min-size", "1"}, {"--net", "moon"}, {"--rate", "-1"}, {"--judge", "/does/not/exist"},
+	} {
+		cmd := newCommand()
+		cmd.SetArgs(args)
+		cmd.SetOut(&bytes.Buffer{})
+		cmd.SetErr(&bytes.Buffer{})
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		require.Error(t, cmd.ExecuteContext(ctx), "%v", args)
+		cancel()
+	}
+}
+
+func TestPlanIsPrinted(t *testing.T) {
+	print := func(seed string) string {
+		cmd := newCommand()
+		var out bytes.Buffer
+		cmd.SetOut(&out)
+		cmd.SetArgs([]string{"--plan", "--seed", seed})
+		require.NoError(t, cmd.Execute())
+		return out.String()
+	}
+	require.Equal(t, print("4"), print("4"))
+	require.NotEqual(t, print("4"), print("5"))
+	require.Contains(t, print("4"), "network")
+}
+
+// The worst verdict of several runs is that of all.
+func TestWorstVerdict(t *testing.T) {
+	rows := func(vs ...check.Verdict) []*outcome {
+		var out []*outcome
+		for _, v := range vs {
+			out = append(out, &outcome{&history.History{Faults: []history.Fault{{Kind: "kill", Seen: true}}}, &check.Report{Verdict: v, Operations: 5}})
+		}
+		return out
+	}
+	require.NoError(t, worst(rows(check.Pass, check.Pass)))
+	require.Equal(t, verdictError{check.Broken}, worst(rows(check.Pass, check.Broken)))
+	require.Equal(t, verdictError{check.Undecided}, worst(rows(check.Undecided, check.Broken)))
+	require.Equal(t, verdictError{check.Violation}, worst(rows(check.Undecided, check.Violation, check.Pass)))
+	require.Equal(t, []string{"oom", "stop"}, unseen([]*outcome{
+		{h: &history.History{Faults: []history.Fault{{Kind: "kill", Seen: true}, {Kind: "stop"}, {Kind: "oom", Short: true}}}},
+		{h: &history.History{Faults: []history.Fault{{Kind: "kill"}}}},
+	}))
+	text := sumUp(rows(check.Pass, check.Undecided))
+	require.Contains(t, text, "UNKNOWN")
+	require.Contains(t, text, "10")
+	require.Contains(t, text, "kill 2")
+}
