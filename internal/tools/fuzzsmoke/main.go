@@ -34,19 +34,13 @@ func main() {
 		fmt.Fprintln(os.Stderr, "fuzzsmoke:", err)
 		os.Exit(1)
 	}
-	passed, failed := 0, 0
-	for _, t := range targets {
-		start := time.Now()
-		out, err := t.run(*each)
-		took := time.Since(start).Round(100 * time.Millisecond)
-		if err != nil {
-			failed++
-			fmt.Printf("FAIL  %s  %s\n%s", t, took, out)
-			continue
-		}
-		passed++
-		fmt.Printf("ok    %s  %s  %s\n", t, took, lastProgress(out))
+	bin, err := os.MkdirTemp("", "fuzzsmoke-")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "fuzzsmoke:", err)
+		os.Exit(1)
 	}
+	defer os.RemoveAll(bin)
+	passed, failed := runAll(targets, bin, *each)
 	fmt.Printf("fuzz: %d passed, %d failed\n", passed, failed)
 	if *totals != "" {
 		if err := appendTotals(*totals, passed, failed); err != nil {
@@ -55,8 +49,35 @@ func main() {
 		}
 	}
 	if failed > 0 {
+		os.RemoveAll(bin)
 		os.Exit(1)
 	}
+}
+
+// runAll builds each package once, into the folder bin, and runs its functions one
+// after the other.
+func runAll(targets []target, bin string, each time.Duration) (passed, failed int) {
+	var b binary
+	for _, t := range targets {
+		start := time.Now()
+		var out []byte
+		var err error
+		if b.dir != t.dir {
+			b, out, err = build(t.dir, filepath.Join(bin, "fuzz.test"))
+		}
+		if err == nil {
+			out, err = b.run(t.fn, each)
+		}
+		took := time.Since(start).Round(100 * time.Millisecond)
+		if err != nil {
+			failed++
+			fmt.Printf("FAIL  %s  %s: %v\n%s", t, took, err, out)
+			continue
+		}
+		passed++
+		fmt.Printf("ok    %s  %s  %s\n", t, took, lastProgress(out))
+	}
+	return passed, failed
 }
 
 // target is one fuzz function. dir is relative to the module's root and starts
@@ -68,9 +89,34 @@ func (t target) String() string { return t.dir + " " + t.fn }
 // attempts for a function whose run ended by the race described at raceAtTheEnd.
 const attempts = 3
 
-func (t target) run(d time.Duration) (out []byte, err error) {
+// binary is the test binary of one package, built to be fuzzed: with one
+// "go test -fuzz" for each function the linker would take most of the time.
+type binary struct{ dir, path, cache string }
+
+// build compiles the tests of the package in dir into the file path. What the go
+// command printed comes with the error.
+func build(dir, path string) (binary, []byte, error) {
+	out, err := exec.Command("go", "list", "-f", "{{.ImportPath}}", dir).Output()
+	if err != nil {
+		return binary{}, nil, fmt.Errorf("name of the package in %s: %w", dir, err)
+	}
+	cache, err := exec.Command("go", "env", "GOCACHE").Output()
+	if err != nil {
+		return binary{}, nil, fmt.Errorf("place of Go's cache: %w", err)
+	}
+	// Where "go test -fuzz" keeps what it found interesting, so both share it.
+	corpus := filepath.Join(strings.TrimSpace(string(cache)), "fuzz", strings.TrimSpace(string(out)))
+	out, err = exec.Command("go", "test", "-c", "-vet=off", "-fuzz=.", "-o", path, dir).CombinedOutput()
+	if err != nil {
+		return binary{}, out, fmt.Errorf("build of %s: %w", dir, err)
+	}
+	return binary{dir: dir, path: path, cache: corpus}, nil, nil
+}
+
+func (b binary) run(fn string, d time.Duration) (out []byte, err error) {
 	for range attempts {
-		cmd := exec.Command("go", "test", "-run=^$", "-fuzz=^"+t.fn+"$", "-fuzztime="+d.String(), t.dir)
+		cmd := exec.Command(b.path, "-test.paniconexit0", "-test.run=^$", "-test.fuzz=^"+fn+"$", "-test.fuzztime="+d.String(), "-test.fuzzcachedir="+b.cache)
+		cmd.Dir = b.dir
 		out, err = cmd.CombinedOutput()
 		if err == nil || !raceAtTheEnd(out) {
 			break

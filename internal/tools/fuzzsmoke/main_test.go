@@ -37,13 +37,24 @@ func TestFindsAndRuns(t *testing.T) {
 	require.Equal(t, []target{{"./sub", "FuzzBad"}, {"./sub", "FuzzGood"}}, targets)
 
 	t.Chdir(dir)
-	out, err := targets[0].run(time.Second)
+	b, out, err := build("./sub", filepath.Join(dir, "x.test"))
+	require.NoError(t, err, string(out))
+	out, err = b.run("FuzzBad", time.Second)
 	require.Error(t, err)
 	require.Contains(t, string(out), "found")
 	require.False(t, raceAtTheEnd(out))
-	out, err = targets[1].run(time.Second)
+	out, err = b.run("FuzzGood", time.Second)
 	require.NoError(t, err, string(out))
 	require.Contains(t, lastProgress(out), "execs: ")
+	require.NotEqual(t, "0 (0/sec)", lastProgress(out))
+
+	passed, failed := runAll(targets, t.TempDir(), time.Second)
+	require.Equal(t, []int{1, 1}, []int{passed, failed})
+
+	write("sub/c_test.go", "package m\n\nvar x int = \"\"\n")
+	_, out, err = build("./sub", filepath.Join(dir, "x.test"))
+	require.ErrorContains(t, err, "build of ./sub")
+	require.Contains(t, string(out), "c_test.go:3")
 }
 
 func TestDeadlineOfTheEngineIsNoFinding(t *testing.T) {
