@@ -38,6 +38,8 @@ JEPSEN_TIME ?= 160s
 JEPSEN_ARGS ?=
 # The faults of jepsen-smoke: those that happen within seconds.
 SMOKE_FAULTS ?= kill,stop,transfer,halves,one-way,isolate-leader
+# The broken variants that chaos has the simulator catch: those that take a few seeds.
+CHAOS_VARIANTS ?= engine-ahead,overwrite-reversed,retry-twice,old-term-acknowledged,checksum-ignored
 # How test results are summed up; CI adds -skips=fail and -totals.
 TESTSUM_FLAGS ?=
 TESTSUM = $(GO) run ./internal/tools/testsum $(TESTSUM_FLAGS)
@@ -87,6 +89,12 @@ fuzz-smoke: ## every fuzz function for a few seconds
 .PHONY: e2e
 e2e: build ## real processes: kill, stop, restart, bad input
 	@$(TESTSUM) -label e2e -- -tags e2e -count=1 -timeout 15m $(TEST_FLAGS) $(E2E_PKGS)
+
+.PHONY: chaos
+chaos: ## what builds with the tag chaos have: faults on order, and broken variants that are caught
+	@$(TESTSUM) -label chaos -- -tags chaos -count=1 -timeout 10m $(TEST_FLAGS) ./internal/chaos ./internal/faults ./jepsen/...
+	@$(TESTSUM) -label chaos-server -- -tags chaos -count=1 -timeout 10m $(TEST_FLAGS) -run '^(TestFailingSync|TestDiskFills|TestHangingSync)' ./server
+	@$(TESTSUM) -label chaos-sim -- -tags chaos -count=1 -timeout 10m $(TEST_FLAGS) -run '^TestControl$$' ./internal/sim -variant $(CHAOS_VARIANTS)
 
 .PHONY: test-rdma
 test-rdma: build ## READs by verbs on software RDMA devices, in a guest (Debian, QEMU)
