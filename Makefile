@@ -25,7 +25,7 @@ TEST_FLAGS ?=
 # How long each fuzz function runs.
 FUZZ_TIME ?= 5s
 # Where it matters whether there is cgo: rdma/verbs/ibv and those who choose transports.
-NOCGO_PKGS ?= ./rdma/... ./client/... ./cmd/... ./bench/... ./internal/doctor ./internal/verbsflags
+NOCGO_PKGS ?= ./rdma/... ./client ./internal/doctor ./internal/verbsflags
 # Tests with real processes; they carry the build tag e2e.
 E2E_PKGS ?= ./internal/e2e/... ./jepsen/...
 # Tests that need RDMA devices run in a guest; they carry the build tag rdmaguest.
