@@ -6,6 +6,7 @@ import (
 	"context"
 	"crypto/tls"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -140,6 +141,7 @@ func readRecord(conn rdma.Conn) error {
 // until they fail; the others are idle, so their client knows nothing of the end.
 type doomed struct {
 	idle []rdma.Conn
+	over chan struct{} // closed when the next process serves
 	wg   sync.WaitGroup
 	mu   struct {
 		sync.Mutex
@@ -152,7 +154,7 @@ type doomed struct {
 func doom(t testing.TB, n *devcluster.Node) *doomed {
 	t.Helper()
 	const busy, idle = 2, 3
-	d, c := &doomed{}, rawSession{}.mustOpen(t, n.Address)
+	d, c := &doomed{over: make(chan struct{})}, rawSession{}.mustOpen(t, n.Address)
 	for range idle {
 		d.idle = append(d.idle, c.reading())
 	}
@@ -186,7 +188,14 @@ func (d *doomed) read(conn rdma.Conn) {
 		d.mu.reads++
 		d.mu.last = posted
 		d.mu.Unlock()
-		<-pace.C
+		select {
+		case <-pace.C:
+		case <-d.over:
+			d.mu.Lock()
+			d.mu.errs = append(d.mu.errs, errors.New("its READs still succeed"))
+			d.mu.Unlock()
+			return
+		}
 	}
 }
 
@@ -202,6 +211,7 @@ func (d *doomed) fenced(t testing.TB, n *devcluster.Node) {
 		require.NoError(t, conn.Err(), "an idle connection has heard nothing of the end")
 		d.wg.Go(func() { errs[i] = readRecord(conn) })
 	}
+	close(d.over)
 	d.wg.Wait()
 	for _, err := range append(errs, d.mu.errs...) {
 		require.ErrorIs(t, err, rdma.ErrConnLost)
