@@ -98,11 +98,11 @@ chaos: ## what builds with the tag chaos have: faults on order, and broken varia
 
 .PHONY: test-rdma
 test-rdma: build ## READs by verbs on software RDMA devices, in a guest (Debian, QEMU)
-	$(GO) build -o bin/ ./internal/tools/rdmaguest
+	$(GO) build -o bin/ ./internal/tools/rdmaguest ./jepsen
 	@bin/rdmaguest build
 	cc -O2 -Wall -Wextra -Werror -o bin/threereads internal/tools/rdmaguest/testdata/threereads.c -libverbs
 	@out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && rc=0 && \
-	export KVD_RDMAGUEST_FLAGS="--out $$out --timeout 13m --mem 3072 --copy $(CURDIR)/bin/kvd:/usr/bin/kvd --copy $(CURDIR)/bin/kvctl:/usr/bin/kvctl --copy $(CURDIR)/bin/threereads:/usr/bin/threereads --copy $$($(GO) env GOROOT)/src/encoding:/tree" && \
+	export KVD_RDMAGUEST_FLAGS="--out $$out --timeout 13m --mem 3072 --copy $(CURDIR)/bin/kvd:/usr/bin/kvd --copy $(CURDIR)/bin/kvctl:/usr/bin/kvctl --copy $(CURDIR)/bin/jepsen:/usr/bin/jepsen --copy $(CURDIR)/bin/threereads:/usr/bin/threereads --copy $$($(GO) env GOROOT)/src/encoding:/tree" && \
 	in_guest='$(TESTSUM) -skips=fail -results '"$$out"'/results.jsonl -label' && guest="$(CURDIR)/bin/rdmaguest run" && \
 	{ $$in_guest rdma -- -tags rdmaguest -count=1 -p 1 -timeout 12m -exec "$$guest" -skip '^TestRDMASpeed' $(TEST_FLAGS) $(RDMA_PKGS) || rc=$$?; \
 	  $$in_guest rdma-speed -- -tags rdmaguest -count=1 -timeout 8m -exec "$$guest --counted" -run '^TestRDMASpeed' $(TEST_FLAGS) ./internal/e2e || rc=$$?; \

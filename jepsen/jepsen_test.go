@@ -78,9 +78,12 @@ func TestVerdictsAndExitCodes(t *testing.T) {
 		code   int
 		says   string
 	}{
-		"violation":   {func(_ *history.Header, ops []*history.Op, _ *history.End) { ops[1].Outcome = history.Absent }, check.Violation, exitViolation, "linearizability"},
-		"nothing":     {func(_ *history.Header, ops []*history.Op, _ *history.End) { ops[1].Outcome = history.Fail }, check.Broken, exitBroken, "nothing was tested"},
-		"not shm":     {func(_ *history.Header, _ []*history.Op, end *history.End) { end.Gets = map[string]uint64{"grpc": 1} }, check.Broken, exitBroken, "over shm"},
+		"violation": {func(_ *history.Header, ops []*history.Op, _ *history.End) { ops[1].Outcome = history.Absent }, check.Violation, exitViolation, "linearizability"},
+		"nothing":   {func(_ *history.Header, ops []*history.Op, _ *history.End) { ops[1].Outcome = history.Fail }, check.Broken, exitBroken, "nothing was tested"},
+		"not shm":   {func(_ *history.Header, _ []*history.Op, end *history.End) { end.Gets = map[string]uint64{"grpc": 1} }, check.Broken, exitBroken, "over shm"},
+		"not verbs": {func(h *history.Header, _ []*history.Op, end *history.End) {
+			h.Settings["transport"], end.Gets = "verbs", map[string]uint64{"tcp": 1, "grpc": 1}
+		}, check.Broken, exitBroken, "over verbs"},
 		"no progress": {func(_ *history.Header, _ []*history.Op, end *history.End) { end.Progress = "stuck" }, check.Broken, exitBroken, "no progress"},
 		"no fault": {func(h *history.Header, _ []*history.Op, _ *history.End) {
 			h.Schedule = []json.RawMessage{[]byte(`{"kind":"kill"}`)}
@@ -118,6 +121,7 @@ func TestBadFlags(t *testing.T) {
 	for _, args := range [][]string{
 		{"--workload", "bank"}, {"--nemesis", "rain"}, {"--transport", "pigeon"}, {"--nodes", "4"}, {"--keys", "0"},
 		{"--time", "0s"}, {"--min-size", "1"}, {"--net", "moon"}, {"--rate", "-1"}, {"--judge", "/does/not/exist"},
+		{"--addresses", "10.0.0.1,10.0.0.2"}, {"--addresses", "10.0.0.1,10.0.0.2,10.0.0.3", "--net", "namespaces"},
 	} {
 		cmd := newCommand()
 		cmd.SetArgs(args)

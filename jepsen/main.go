@@ -82,6 +82,8 @@ type flags struct {
 	arena       string
 
 	network   string
+	addresses []string
+	nodeFlags []string
 	kvdBin    string
 	artifacts string
 	dataDir   string
@@ -116,7 +118,7 @@ func newCommand() *cobra.Command {
 	fs.StringVar(&f.workload, "workload", "register", "what clients do: some of "+strings.Join(workload.Names(), ",")+", or all, one after the other")
 	fs.StringVar(&f.nemesis, "nemesis", "all", "faults: all, none, process, disk, network, or some of "+strings.Join(nemesis.Kinds(), ","))
 	fs.DurationVar(&f.length, "time", 60*time.Second, "how long clients and faults run, for each workload and transport")
-	fs.StringVar(&f.transport, "transport", "mixed", "how clients read: shm, tcp, mixed (shm, tcp, auto and grpc beside each other; one node without shm), or all of these in turn")
+	fs.StringVar(&f.transport, "transport", "mixed", "how clients read: shm, tcp, mixed (shm, tcp, auto and grpc beside each other; one node without shm), or all of these in turn; verbs (and tcp beside it), for hosts that have an RDMA device")
 	fs.Uint64Var(&f.seed, "seed", 1, "of faults and operations")
 	fs.IntVar(&f.nodes, "nodes", 3, "number of nodes: 3 or 5")
 	fs.IntVar(&f.shards, "shards", 0, "number of shards (default: 32; for list and set 4, as a list needs every shard)")
@@ -128,6 +130,8 @@ func newCommand() *cobra.Command {
 	fs.DurationVar(&f.opTimeout, "op-timeout", 3*time.Second, "how long a client tries one operation")
 	fs.StringVar(&f.arena, "arena", "64MiB", "memory that each node shows to clients; less than all values together: evictions all the time")
 	fs.StringVar(&f.network, "net", "auto", "auto, namespaces (needs root, ip and nft) or loopback (faults of processes only)")
+	fs.StringSliceVar(&f.addresses, "addresses", nil, "addresses of this host, one for each node, instead of loopback: for verbs, those of the RDMA device")
+	fs.StringSliceVar(&f.nodeFlags, "node-flags", nil, "more flags of every node, such as --tick=200ms; they win over those of the run")
 	fs.StringVar(&f.kvdBin, "kvd-bin", "", "kvd: program to run (default: built from this source tree with the tag chaos, so that disks and clocks can fail)")
 	fs.StringVar(&f.artifacts, "artifacts", filepath.Join("artifacts", "jepsen"), "where history, logs, picture and verdict are kept, in a folder for each run")
 	fs.StringVar(&f.dataDir, "data-dir", "", "where the nodes' data is kept during the run (default: the temporary directory)")
@@ -152,8 +156,8 @@ func (f *flags) validate() error {
 		errs = append(errs, err)
 	}
 	for _, name := range f.transports() {
-		if !slices.Contains(allTransports, name) {
-			bad("--transport %q: want shm, tcp, mixed or all", name)
+		if name != verbs && !slices.Contains(allTransports, name) {
+			bad("--transport %q: want shm, tcp, mixed, verbs or all", name)
 		}
 	}
 	if f.nodes != 3 && f.nodes != 5 {
@@ -164,6 +168,12 @@ func (f *flags) validate() error {
 	}
 	if f.minSize < worker.MinSize || f.maxSize < f.minSize || f.maxSize > 1<<20 {
 		bad("--min-size %d, --max-size %d: want %d <= min <= max <= 1 MiB", f.minSize, f.maxSize, worker.MinSize)
+	}
+	switch {
+	case len(f.addresses) > 0 && len(f.addresses) != f.nodes:
+		bad("--addresses %v: want one for each of %d nodes", f.addresses, f.nodes)
+	case len(f.addresses) > 0 && f.network == "namespaces":
+		bad("--addresses are this host's: want no --net namespaces with them")
 	}
 	if f.network != "auto" && f.network != "namespaces" && f.network != "loopback" {
 		bad("--net %q: want auto, namespaces or loopback", f.network)

@@ -86,6 +86,8 @@ func wantVias(h history.Header) []string {
 	switch h.Settings["transport"] {
 	case "mixed":
 		return []string{"shm", "tcp", "grpc"}
+	case verbs:
+		return []string{"verbs", "tcp"}
 	case "shm", "tcp":
 		return []string{h.Settings["transport"]}
 	}

@@ -13,6 +13,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -26,6 +27,9 @@ import (
 const (
 	startTimeout = 90 * time.Second
 	healTimeout  = 90 * time.Second
+
+	verbsConnectTimeout = 20 * time.Second
+	verbsHedgeMin       = 200 * time.Millisecond
 )
 
 func newLogger(w io.Writer) *slog.Logger { return slog.New(slog.NewTextHandler(w, nil)) }
@@ -103,7 +107,9 @@ func (r *run) prepare(ctx context.Context) error {
 		return err
 	}
 	namespaces := f.network == "namespaces"
-	if cannot := env.CanNamespaces(); cannot != nil {
+	if len(f.addresses) > 0 {
+		r.say("nodes on %v of this host: faults of processes only", f.addresses)
+	} else if cannot := env.CanNamespaces(); cannot != nil {
 		if namespaces {
 			return fmt.Errorf("--net namespaces: %w", cannot)
 		}
@@ -120,12 +126,16 @@ func (r *run) prepare(ctx context.Context) error {
 	}
 	cfg := env.Config{
 		Binary: f.programs.kvd, Self: f.programs.worker, Chaos: f.programs.chaos, Broken: f.broken, DataDir: r.data, LogDir: r.dir, Nodes: f.nodes, Shards: f.shards,
-		Namespaces: namespaces, Clients: []string{"beside", "apart"},
+		Namespaces: namespaces, Addrs: f.addresses, Clients: []string{"beside", "apart"},
 		Args: []string{
 			"--tick", "50ms", "--arena", f.arena, "--max-chunk", "2MiB", "--cache", "16MiB", "--min-free-disk", nemesis.MinFreeDisk,
 			"--replication", strconv.Itoa(f.nodes),
 		},
 	}
+	if f.transport == verbs {
+		cfg.Args = append(cfg.Args, "--transports", "verbs,tcp", "--require-rdma")
+	}
+	cfg.Args = append(cfg.Args, f.nodeFlags...)
 	if f.transport == "mixed" {
 		// One read may then take its object from one transport and its quorum from another.
 		cfg.NodeArgs = map[uint64][]string{uint64(f.nodes): {"--transports", "tcp"}}
@@ -184,7 +194,7 @@ func (r *run) header(namespaces bool) history.Header {
 		"transport": f.transport, "time": f.length.String(), "nodes": strconv.Itoa(f.nodes), "shards": strconv.Itoa(f.shards),
 		"concurrency": strconv.Itoa(f.concurrency), "rate": strconv.FormatFloat(f.rate, 'g', -1, 64), "keys": strconv.Itoa(f.keys),
 		"min-size": strconv.Itoa(f.minSize), "max-size": strconv.Itoa(f.maxSize), "op-timeout": f.opTimeout.String(), "arena": f.arena,
-		"namespaces": strconv.FormatBool(namespaces),
+		"namespaces": strconv.FormatBool(namespaces), "addresses": strings.Join(f.addresses, ","), "node-flags": strings.Join(f.nodeFlags, ","),
 	}}
 	if f.broken != "" {
 		h.Settings["broken"] = f.broken
@@ -208,6 +218,8 @@ func (r *run) readers() map[string][]string {
 		return map[string][]string{"beside": {"shm"}}
 	case "tcp":
 		return map[string][]string{"beside": {"tcp"}, "apart": {"tcp"}}
+	case verbs:
+		return map[string][]string{"beside": {"verbs", "tcp"}}
 	}
 	return map[string][]string{"beside": {"shm", "auto"}, "apart": {"tcp", "grpc", "tcp"}}
 }
@@ -272,9 +284,12 @@ func (r *run) startWorker(ctx context.Context, host string, clients []worker.Cli
 		cmd.Env = append(os.Environ(), "KVD_CHAOS_BREAK="+r.f.broken)
 	}
 	cmd.Stderr = logFile
-	return worker.Start(ctx, worker.Config{
-		Name: host, Endpoints: r.env.Endpoints(), Clients: clients, CallTimeout: r.f.opTimeout, DialTimeout: startTimeout,
-	}, cmd, r.env.Starter(host))
+	cfg := worker.Config{Name: host, Endpoints: r.env.Endpoints(), Clients: clients, CallTimeout: r.f.opTimeout, DialTimeout: startTimeout}
+	if r.f.transport == verbs {
+		// A device in software, on emulated processors, is slow at both.
+		cfg.ConnectTimeout, cfg.HedgeMin = verbsConnectTimeout, verbsHedgeMin
+	}
+	return worker.Start(ctx, cfg, cmd, r.env.Starter(host))
 }
 
 // awaitProgress waits until every client has written and read a key in every shard.

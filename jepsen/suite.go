@@ -15,7 +15,10 @@ import (
 	"github.com/kvd-io/kvd/jepsen/workload"
 )
 
+// allTransports are those that every Linux host has.
 var allTransports = []string{"shm", "tcp", "mixed"}
+
+const verbs = "verbs"
 
 // outcome of one run.
 type outcome struct {

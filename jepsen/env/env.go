@@ -26,6 +26,7 @@ type Config struct {
 	Shards     int
 	Clients    []string // names of the hosts of clients
 	Namespaces bool     // network namespaces; needs root
+	Addrs      []string // of this host, one for each node; empty: loopback. Not with Namespaces
 	// Chaos tells that Binary was built with the tag chaos, so that nodes take orders over
 	// Node.Socket. Broken names variants, with commas between, that they run with.
 	Chaos  bool
@@ -108,8 +109,11 @@ func New(cfg Config) (e *Env, err error) {
 		if e.shared, err = newThread(""); err != nil {
 			return nil, err
 		}
-		for _, h := range hosts {
+		for i, h := range hosts {
 			h.Addr, h.thread = "127.0.0.1", e.shared
+			if i < len(cfg.Addrs) { // the first hosts are those of the nodes
+				h.Addr = cfg.Addrs[i]
+			}
 		}
 	}
 	return e, e.makeNodes(prefix)

@@ -15,6 +15,8 @@ type Config struct {
 	Clients     []ClientConfig
 	CallTimeout time.Duration
 	DialTimeout time.Duration // for the first connection of each client
+	// As client.Config has them; 0: its defaults.
+	ConnectTimeout, HedgeMin time.Duration
 }
 
 // ClientConfig of one SDK client.

@@ -93,7 +93,7 @@ func (s *server) dialOne(ctx context.Context, c ClientConfig, log *slog.Logger) 
 	for {
 		cl, err := client.Dial(ctx, client.Config{
 			Endpoints: s.cfg.Endpoints, Transport: c.Transport, ClientName: c.Name,
-			CallTimeout: s.cfg.CallTimeout, Logger: log.With("client", c.Name),
+			CallTimeout: s.cfg.CallTimeout, ConnectTimeout: s.cfg.ConnectTimeout, HedgeMin: s.cfg.HedgeMin, Logger: log.With("client", c.Name),
 		})
 		if err == nil || !errors.Is(err, client.ErrUnavailable) || ctx.Err() != nil {
 			return cl, err
