@@ -47,6 +47,8 @@ var importTable = []row{
 	{"internal/verbsflags", []string{"rdma/verbs"}},
 	// Disk and clock that misbehave on order.
 	{"internal/faults", nil},
+	// Where replicas belong: a pure function.
+	{"internal/placement", nil},
 	{"internal/doctor", []string{"client", "rdma", "rdma/*"}},
 
 	// Upper packages of internal/: they run whole nodes.
