@@ -252,10 +252,10 @@ func (n *Node) OpenSession(req *kvdv1.OpenSessionRequest, stream kvdv1.Access_Op
 	}
 	defer n.sessions.close(s)
 	if n.doubted.Load() { // looked at now that beginDoubt finds the session
-		return failDetail(&kvdv1.ErrorDetail{Reason: kvdv1.ErrorDetail_REASON_NOT_READY, RetryAfterMs: 500}, "another process speaks as node %d: one of the two is a copy, and its memory must not be read", n.cfg.NodeID)
+		return failDetail(&kvdv1.ErrorDetail{Reason: kvdv1.ErrorDetail_REASON_NOT_READY, RetryAfterMs: 500}, "another process speaks as node %d: one of the two is a copy, and its memory must not be read", n.id())
 	}
 	opened := &kvdv1.SessionOpened{
-		SessionId: []byte(s.id), ClusterId: id.manifest.GetClusterId(), NodeId: n.cfg.NodeID, BootId: n.bootID,
+		SessionId: []byte(s.id), ClusterId: id.manifest.GetClusterId(), NodeId: n.id(), BootId: n.bootID,
 		NamespaceId: ns.GetId(), Immutable: ns.GetImmutable(), OneSided: ns.GetOneSided() && s.reads,
 		Shards: id.manifest.GetShards(), HashSeed: id.manifest.GetHashSeed(), LayoutVersion: layout.Version,
 		MaxKeyBytes: layout.MaxKeySize, MaxValueBytes: uint32(n.cfg.MaxValueBytes),
@@ -424,7 +424,10 @@ func (n *Node) route(number, namespace uint32) *kvdv1.Route {
 
 func (n *Node) members() []*kvdv1.Member {
 	var ms []*kvdv1.Member
-	for _, m := range n.identity.Load().manifest.GetNodes() {
+	for _, m := range n.directory().nodes {
+		if m.GetState() == kvdv1.NodeState_NODE_STATE_GONE {
+			continue
+		}
 		addr := m.GetAddress()
 		if a, ok := n.peers.addressOf(raft.NodeID(m.GetNodeId())); ok {
 			addr = a

@@ -35,6 +35,7 @@ const (
 	needFrames                      // a known caller; each frame wants the right in its namespace
 	needOperator                    // admin in all namespaces
 	needPeer                        // a node of this cluster
+	needJoiner                      // one that may become such a node
 )
 
 type rule struct {
@@ -66,6 +67,7 @@ var rules = map[string]rule{
 	kvdv1.Cluster_CreateToken_FullMethodName:     {need: needOperator, forwarded: true},
 	kvdv1.Cluster_ListTokens_FullMethodName:      {need: needOperator, forwarded: true},
 	kvdv1.Cluster_RevokeToken_FullMethodName:     {need: needOperator, forwarded: true},
+	kvdv1.Cluster_Members_FullMethodName:         {need: needOperator, forwarded: true},
 	kvdv1.Cluster_RotateKeys_FullMethodName:      {need: needNamespace, right: rightAdmin},
 
 	kvdv1.Peer_Hello_FullMethodName:    {need: needPeer},
@@ -73,6 +75,8 @@ var rules = map[string]rule{
 	kvdv1.Peer_Activate_FullMethodName: {need: needPeer},
 	kvdv1.Peer_Raft_FullMethodName:     {need: needPeer},
 	kvdv1.Peer_Snapshot_FullMethodName: {need: needPeer},
+	kvdv1.Peer_Announce_FullMethodName: {need: needPeer},
+	kvdv1.Peer_Join_FullMethodName:     {need: needJoiner},
 
 	healthpb.Health_Check_FullMethodName: {need: needNothing},
 	healthpb.Health_Watch_FullMethodName: {need: needNothing},
@@ -189,7 +193,9 @@ func (n *Node) identify(ctx context.Context, r rule) (*caller, error) {
 		return c, nil
 	case r.need == needPeer:
 		c.peer = true
-		return c, n.provesPeer(ctx, conn)
+		return c, n.provesPeer(ctx, conn, n.peerHosts())
+	case r.need == needJoiner:
+		return c, nil // authorize sees who it claims to be
 	case n.auth.mode != AuthTokens:
 		c.open = true
 		return c, nil
@@ -198,7 +204,7 @@ func (n *Node) identify(ctx context.Context, r rule) (*caller, error) {
 	if shown == "" {
 		if r.forwarded && first(ctx, forwardedKey) != "" {
 			c.peer = true
-			return c, n.provesPeer(ctx, conn)
+			return c, n.provesPeer(ctx, conn, n.peerHosts())
 		}
 		return nil, fail(kvdv1.ErrorDetail_REASON_UNAUTHENTICATED, "this node wants a token, and none came: kvctl has --token-file and KVD_TOKEN, the SDK Config.Token")
 	}
@@ -235,8 +241,25 @@ func (n *Node) findToken(shown string) (*token, error) {
 	return t, nil
 }
 
-// provesPeer refuses whoever does not prove that it is a node of this cluster.
-func (n *Node) provesPeer(ctx context.Context, conn connection) error {
+// provesJoiner refuses whoever could not be a node of this cluster. Of the two proofs
+// that nodes can have it wants both, where this cluster has both: a CA may sign others.
+func (n *Node) provesJoiner(ctx context.Context, req *kvdv1.JoinRequest) error {
+	hosts := n.peerHosts()
+	if host, _, err := net.SplitHostPort(req.GetNode().GetAddress()); err == nil && !isForwarded(ctx) {
+		hosts = []string{host}
+	}
+	if err := n.provesPeer(ctx, connectionOf(ctx), hosts); err != nil {
+		return err
+	}
+	if n.auth.peerProof != "" && subtle.ConstantTimeCompare([]byte(first(ctx, peerProofKey)), []byte(n.auth.peerProof)) != 1 {
+		return fail(kvdv1.ErrorDetail_REASON_DENIED, "this call is for the nodes of the cluster: the caller has not the secret of auth-peer-secret-file")
+	}
+	return nil
+}
+
+// provesPeer refuses whoever does not prove that it is a node of this cluster, on one
+// of those hosts.
+func (n *Node) provesPeer(ctx context.Context, conn connection, hosts []string) error {
 	refuse := func(format string, args ...any) error {
 		return fail(kvdv1.ErrorDetail_REASON_DENIED, "this call is for the nodes of the cluster: "+format, args...)
 	}
@@ -244,7 +267,7 @@ func (n *Node) provesPeer(ctx context.Context, conn connection) error {
 	case n.auth.tls != nil && conn.tls == nil:
 		return refuse("it came without TLS")
 	case n.auth.tls != nil:
-		if err := n.auth.tls.provesPeer(conn.tls.State, n.peerHosts()); err != nil {
+		if err := n.auth.tls.provesPeer(conn.tls.State, hosts); err != nil {
 			return refuse("%v", err)
 		}
 		return nil
@@ -260,7 +283,7 @@ func (n *Node) provesPeer(ctx context.Context, conn connection) error {
 	return nil
 }
 
-// peerHosts are those of all nodes, as configured and as at bootstrap.
+// peerHosts are those of all nodes, as configured and as this node knows them.
 func (n *Node) peerHosts() []string {
 	var hosts []string
 	add := func(addr string) {
@@ -271,9 +294,14 @@ func (n *Node) peerHosts() []string {
 	for _, p := range n.cfg.Peers {
 		add(p.Address)
 	}
-	if id := n.identity.Load(); id != nil {
-		for _, m := range id.manifest.GetNodes() {
-			add(m.GetAddress())
+	for _, r := range n.directory().nodes {
+		if r.GetState() != kvdv1.NodeState_NODE_STATE_GONE {
+			add(r.GetAddress())
+		}
+	}
+	for _, j := range n.cfg.Join {
+		if host, _, err := splitJoin(j); err == nil {
+			hosts = append(hosts, host)
 		}
 	}
 	return hosts
@@ -295,6 +323,9 @@ func (n *Node) authorize(ctx context.Context, c *caller, r rule, req any) error 
 	switch r.need {
 	case needNothing, needIdentity, needSession, needPeer, needFrames:
 		return nil
+	case needJoiner:
+		c.peer = true
+		return n.provesJoiner(ctx, req.(*kvdv1.JoinRequest))
 	case needOperator:
 		if c.operator() {
 			return nil

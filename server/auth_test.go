@@ -191,6 +191,7 @@ var whoMay = map[string][]string{
 	kvdv1.Cluster_CreateToken_FullMethodName:     append([]string{whoForwards}, operators...),
 	kvdv1.Cluster_ListTokens_FullMethodName:      append([]string{whoForwards}, operators...),
 	kvdv1.Cluster_RevokeToken_FullMethodName:     append([]string{whoForwards}, operators...),
+	kvdv1.Cluster_Members_FullMethodName:         append([]string{whoForwards}, operators...),
 	kvdv1.Cluster_RotateKeys_FullMethodName:      {whoAdmin, whoOperates, whoRoot},
 
 	kvdv1.Peer_Hello_FullMethodName:    {whoNode, whoForwards},
@@ -198,6 +199,8 @@ var whoMay = map[string][]string{
 	kvdv1.Peer_Activate_FullMethodName: {whoNode, whoForwards},
 	kvdv1.Peer_Raft_FullMethodName:     {whoNode, whoForwards},
 	kvdv1.Peer_Snapshot_FullMethodName: {whoNode, whoForwards},
+	kvdv1.Peer_Announce_FullMethodName: {whoNode, whoForwards},
+	kvdv1.Peer_Join_FullMethodName:     {whoNode, whoForwards},
 
 	healthpb.Health_Check_FullMethodName: everyone,
 	healthpb.Health_Watch_FullMethodName: everyone,
@@ -254,7 +257,7 @@ func TestWhoMay(t *testing.T) {
 				}
 				want := kvdv1.ErrorDetail_REASON_DENIED
 				switch {
-				case slices.Contains([]string{whoNobody, whoWrong, whoGarbled, whoExpired, whoRevoked, whoNode, whoForwards}, who) && rules[method].need != needPeer:
+				case slices.Contains([]string{whoNobody, whoWrong, whoGarbled, whoExpired, whoRevoked, whoNode, whoForwards}, who) && rules[method].need != needPeer && rules[method].need != needJoiner:
 					want = kvdv1.ErrorDetail_REASON_UNAUTHENTICATED
 				case rules[method].need == needSession:
 					want = kvdv1.ErrorDetail_REASON_SESSION_GONE
@@ -348,6 +351,12 @@ func callMethod(ctx context.Context, conn *grpc.ClientConn, method string, names
 		_, err = access.Routes(ctx, &kvdv1.RoutesRequest{SessionId: id})
 	case kvdv1.Cluster_Status_FullMethodName:
 		_, err = cluster.Status(ctx, &kvdv1.StatusRequest{})
+	case kvdv1.Cluster_Members_FullMethodName:
+		_, err = cluster.Members(ctx, &kvdv1.MembersRequest{})
+	case kvdv1.Peer_Join_FullMethodName:
+		_, err = nodes.Join(ctx, &kvdv1.JoinRequest{})
+	case kvdv1.Peer_Announce_FullMethodName:
+		_, err = nodes.Announce(ctx, &kvdv1.AnnounceRequest{})
 	case kvdv1.Cluster_ListNamespaces_FullMethodName:
 		_, err = cluster.ListNamespaces(ctx, &kvdv1.ListNamespacesRequest{})
 	case kvdv1.Cluster_CreateNamespace_FullMethodName:

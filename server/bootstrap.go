@@ -58,6 +58,9 @@ func drawManifest(cfg Config) *kvdv1.Manifest {
 	}
 	sort.Slice(m.Nodes, func(i, j int) bool { return m.Nodes[i].NodeId < m.Nodes[j].NodeId })
 	m.Replication = min(cfg.Replication, oddAtMost(uint32(len(m.Nodes))))
+	if m.Replication < cfg.Replication && len(m.Nodes) == 1 {
+		m.WantedReplication = cfg.Replication
+	}
 	return m
 }
 
@@ -71,6 +74,8 @@ func checkManifest(m *kvdv1.Manifest) error {
 		return fmt.Errorf("%d shards: want 1 to %d", m.GetShards(), maxShards)
 	case m.GetReplication()%2 == 0 || m.GetReplication() > maxReplication || int(m.GetReplication()) > len(m.GetNodes()):
 		return fmt.Errorf("replication %d over %d nodes: want an odd number up to %d and to the number of nodes", m.GetReplication(), len(m.GetNodes()), maxReplication)
+	case m.GetWantedReplication() != 0 && (m.GetWantedReplication()%2 == 0 || m.GetWantedReplication() > maxReplication || m.GetWantedReplication() <= m.GetReplication()):
+		return fmt.Errorf("replication %d that is to become %d: want an odd number up to %d that is larger", m.GetReplication(), m.GetWantedReplication(), maxReplication)
 	}
 	seen := map[uint64]bool{}
 	for _, n := range m.GetNodes() {
@@ -116,7 +121,7 @@ func (n *Node) joinCluster(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, n.cfg.BootstrapTimeout)
 	defer cancel()
 	if id := n.identity.Load(); id != nil {
-		if id.nodeID != n.cfg.NodeID {
+		if n.cfg.NodeID != 0 && id.nodeID != n.cfg.NodeID {
 			return fmt.Errorf("%w: %s belongs to node %d of cluster %s, and this node was started as node %d: start it as node %d, or use another directory", ErrRefused, n.cfg.DataDir, id.nodeID, id.manifest.GetClusterId(), n.cfg.NodeID, id.nodeID)
 		}
 		if id.active {
@@ -136,7 +141,7 @@ func (n *Node) joinCluster(ctx context.Context) error {
 // draw makes the manifest and writes it down here, before anyone else hears of it.
 func (n *Node) draw(ctx context.Context) error {
 	for _, p := range n.cfg.Peers {
-		if p.NodeID == n.cfg.NodeID {
+		if p.NodeID == n.id() {
 			continue
 		}
 		r, err := n.helloUntilAnswered(ctx, p)
@@ -144,7 +149,7 @@ func (n *Node) draw(ctx context.Context) error {
 			return err
 		}
 		if id := r.GetSelf().GetClusterId(); id != "" {
-			return fmt.Errorf("%w to bootstrap: node %d at %s already belongs to cluster %s. %s", ErrRefused, p.NodeID, p.Address, id, wipedAdvice(n.cfg.NodeID, r))
+			return fmt.Errorf("%w to bootstrap: node %d at %s already belongs to cluster %s. %s", ErrRefused, p.NodeID, p.Address, id, wipedAdvice(n.id(), r))
 		}
 	}
 	id := &identity{manifest: drawManifest(n.cfg), nodeID: n.cfg.NodeID, leading: true}
@@ -158,9 +163,9 @@ func (n *Node) draw(ctx context.Context) error {
 
 func wipedAdvice(nodeID uint64, r *kvdv1.HelloResponse) string {
 	if r.GetRecordedIncarnation() == 0 {
-		return fmt.Sprintf("Node %d is not one of its members: give this node the peers of a cluster of its own", nodeID)
+		return fmt.Sprintf("Node %d is not one of its members: give this node the peers of a cluster of its own, or start it with --join in place of the peers to come into that one", nodeID)
 	}
-	return fmt.Sprintf("Node %d is one of its voters, with a history that an empty directory does not have: a voter that forgets may vote twice. If the directory was only moved, put it back as it was; if it is lost, leave node %d out: the cluster goes on without it, and this version can not yet add a node under an id that was never used", nodeID, nodeID)
+	return fmt.Sprintf("Node %d is one of its voters, with a history that an empty directory does not have: a voter that forgets may vote twice. If the directory was only moved, put it back as it was; if it is lost, leave node %d out: the cluster goes on without it, and a node with an empty directory and --join takes its place under an id that was never used", nodeID, nodeID)
 }
 
 // helloUntilAnswered asks a peer who it is until it answers or ctx ends.
@@ -225,7 +230,7 @@ func (n *Node) hello(ctx context.Context, p PeerConfig) (*kvdv1.HelloResponse, e
 func (n *Node) activateAll(ctx context.Context, id *identity) error {
 	others := func(f func(kvdv1.PeerClient, *kvdv1.ManifestNode) error) error {
 		for _, m := range id.manifest.GetNodes() {
-			if m.GetNodeId() == n.cfg.NodeID {
+			if m.GetNodeId() == n.id() {
 				continue
 			}
 			if err := n.untilDone(ctx, m, f); err != nil {
@@ -291,7 +296,7 @@ func (n *Node) becomeActive() error {
 // awaitActivation waits to be adopted and activated by the bootstrapping node.
 func (n *Node) awaitActivation(ctx context.Context) error {
 	if len(n.cfg.Peers) <= 1 && n.identity.Load() == nil {
-		return fmt.Errorf("%w: %s is empty and this node has no peers: start it with --bootstrap to make a new cluster", ErrRefused, n.cfg.DataDir)
+		return fmt.Errorf("%w: %s is empty and this node has no peers: start it with --bootstrap to make a new cluster, or with --join to come into one", ErrRefused, n.cfg.DataDir)
 	}
 	logged := time.Now()
 	for {
@@ -327,7 +332,7 @@ func peerList(peers []PeerConfig) string {
 // adopted it asks whether activation was missed.
 func (n *Node) askWhetherWiped(ctx context.Context) error {
 	for _, p := range n.cfg.Peers {
-		if p.NodeID == n.cfg.NodeID {
+		if p.NodeID == n.id() {
 			continue
 		}
 		r, err := n.hello(ctx, p)
@@ -339,7 +344,7 @@ func (n *Node) askWhetherWiped(ctx context.Context) error {
 		}
 		id := n.identity.Load()
 		if id == nil {
-			return fmt.Errorf("%w: %s is empty, but node %d at %s already belongs to cluster %s. %s", ErrRefused, n.cfg.DataDir, p.NodeID, p.Address, r.GetSelf().GetClusterId(), wipedAdvice(n.cfg.NodeID, r))
+			return fmt.Errorf("%w: %s is empty, but node %d at %s already belongs to cluster %s. %s", ErrRefused, n.cfg.DataDir, p.NodeID, p.Address, r.GetSelf().GetClusterId(), wipedAdvice(n.id(), r))
 		}
 		if r.GetSelf().GetClusterId() == id.manifest.GetClusterId() && !id.active {
 			return n.becomeActive()
@@ -352,7 +357,10 @@ func (n *Node) askWhetherWiped(ctx context.Context) error {
 // for. It waits only where one of them hears another boot of this node: of a process
 // that has just died, or of a twin.
 func (n *Node) checkPeersAgree(ctx context.Context, id *identity) error {
-	n.warnOfMoves(id)
+	n.warnOfMoves()
+	if err := n.askAddressesToJoin(ctx, id); err != nil {
+		return err
+	}
 	began, heard := time.Now(), ""
 	for {
 		now, sure, err := n.askPeers(ctx, id)
@@ -367,7 +375,7 @@ func (n *Node) checkPeersAgree(ctx context.Context, id *identity) error {
 		case ctx.Err() != nil || time.Since(began) >= n.cfg.TwinPatience:
 			return n.refuseTwin(now)
 		case heard == "":
-			n.log.Warn("another process speaks as this node: waiting for its end", "node", n.cfg.NodeID, "seen", now, "at most", n.cfg.TwinPatience)
+			n.log.Warn("another process speaks as this node: waiting for its end", "node", n.id(), "seen", now, "at most", n.cfg.TwinPatience)
 		}
 		heard = now
 		pause(ctx, twinPoll)
@@ -380,10 +388,7 @@ func (n *Node) checkPeersAgree(ctx context.Context, id *identity) error {
 // none is heard, sure tells that nobody ran out of time.
 func (n *Node) askPeers(ctx context.Context, id *identity) (heard string, sure bool, err error) {
 	heard, sure = n.twinAtHome(ctx, id)
-	for _, p := range n.cfg.Peers {
-		if p.NodeID == n.cfg.NodeID {
-			continue
-		}
+	for _, p := range n.others() {
 		r, err := n.hello(ctx, p)
 		if errors.Is(err, ErrRefused) {
 			return "", false, err
@@ -395,8 +400,14 @@ func (n *Node) askPeers(ctx context.Context, id *identity) (heard string, sure b
 		if got, want := r.GetSelf().GetClusterId(), id.manifest.GetClusterId(); got != want {
 			return "", false, fmt.Errorf("%w: %s belongs to cluster %s, but node %d at %s belongs to cluster %s: correct the peers or the directory", ErrRefused, n.cfg.DataDir, want, p.NodeID, p.Address, got)
 		}
-		if got := r.GetRecordedIncarnation(); got != id.incarnation() {
-			return "", false, fmt.Errorf("%w: node %d at %s remembers incarnation %016x of node %d, this directory has %016x: it is a copy or a leftover; use the directory that the cluster knows", ErrRefused, p.NodeID, p.Address, got, n.cfg.NodeID, id.incarnation())
+		n.learn(r.GetNodesIndex(), r.GetNodes())
+		if mine := findNode(r.GetNodes(), id.nodeID); mine.GetState() == kvdv1.NodeState_NODE_STATE_GONE {
+			return "", false, fmt.Errorf("%w: %s", ErrRefused, goneAdvice(mine))
+		}
+		if got := r.GetRecordedIncarnation(); got == 0 && r.GetNodesIndex() < n.directory().index {
+			continue // it has not heard of this node yet
+		} else if got != id.incarnation() {
+			return "", false, fmt.Errorf("%w: node %d at %s remembers incarnation %016x of node %d, this directory has %016x: it is a copy or a leftover; use the directory that the cluster knows", ErrRefused, p.NodeID, p.Address, got, n.id(), id.incarnation())
 		}
 		if len(r.GetOtherBoots()) > 0 {
 			heard = fmt.Sprintf("heard by node %d at %s", p.NodeID, p.Address)
@@ -407,10 +418,13 @@ func (n *Node) askPeers(ctx context.Context, id *identity) (heard string, sure b
 
 // Hello implements kvdv1.PeerServer.
 func (n *Node) Hello(_ context.Context, req *kvdv1.HelloRequest) (*kvdv1.HelloResponse, error) {
-	r := &kvdv1.HelloResponse{Self: n.self()}
+	r := &kvdv1.HelloResponse{Self: n.self(), Protocol: protocol}
 	if id := n.identity.Load(); id != nil {
 		r.Active = id.active
-		r.RecordedIncarnation = id.recorded(req.GetFrom().GetNodeId())
+		r.RecordedIncarnation = n.recorded(req.GetFrom().GetNodeId())
+		if d := n.directory(); d.index > 0 {
+			r.Nodes, r.NodesIndex = d.nodes, d.index
+		}
 		r.OtherBoots = n.boots.others(req.GetFrom().GetNodeId(), req.GetFrom().GetBootId())
 	}
 	return r, nil
@@ -425,8 +439,8 @@ func (n *Node) Adopt(_ context.Context, req *kvdv1.AdoptRequest) (*kvdv1.AdoptRe
 	}
 	m := req.GetManifest()
 	switch id := n.identity.Load(); {
-	case req.GetNodeId() != n.cfg.NodeID:
-		return refuse("this is node %d, not node %d", n.cfg.NodeID, req.GetNodeId())
+	case req.GetNodeId() != n.id():
+		return refuse("this is node %d, not node %d", n.id(), req.GetNodeId())
 	case m.GetFormat() != formatNumber:
 		return refuse("the manifest has format %d, this kvd knows %d", m.GetFormat(), formatNumber)
 	case id != nil && !proto.Equal(id.manifest, m):
@@ -439,9 +453,9 @@ func (n *Node) Adopt(_ context.Context, req *kvdv1.AdoptRequest) (*kvdv1.AdoptRe
 	if err := checkManifest(m); err != nil {
 		return refuse("the manifest can not be one: %v", err)
 	}
-	id := &identity{manifest: m, nodeID: n.cfg.NodeID}
+	id := &identity{manifest: m, nodeID: n.id()}
 	if id.incarnation() == 0 {
-		return refuse("the manifest of cluster %s does not list node %d", m.GetClusterId(), n.cfg.NodeID)
+		return refuse("the manifest of cluster %s does not list node %d", m.GetClusterId(), n.id())
 	}
 	if err := n.dir.saveIdentity(id); err != nil {
 		return nil, status.Error(codes.Internal, err.Error())
@@ -471,7 +485,7 @@ func (n *Node) Activate(_ context.Context, req *kvdv1.ActivateRequest) (*kvdv1.A
 
 // self is how this node introduces itself.
 func (n *Node) self() *kvdv1.Identity {
-	s := &kvdv1.Identity{NodeId: n.cfg.NodeID, BootId: n.bootID}
+	s := &kvdv1.Identity{NodeId: n.id(), BootId: n.bootID}
 	if id := n.identity.Load(); id != nil {
 		s.ClusterId, s.Incarnation = id.manifest.GetClusterId(), id.incarnation()
 	}

@@ -212,7 +212,7 @@ func TestStartIsRefused(t *testing.T) {
 		"half":              {nil, file[:len(file)/2], ErrDataDir, "not JSON"},
 		"edited":            {nil, []byte(strings.Replace(string(file), `"shards": 2`, `"shards": 3`, 1)), ErrDataDir, "check sum"},
 		"inactive by hand":  {nil, []byte(strings.Replace(string(file), `"active": true`, `"active": false`, 1)), ErrDataDir, "check sum"},
-		"newer":             {nil, []byte(strings.Replace(string(file), `"format": 1,`, `"format": 2,`, 1)), ErrDataDir, "start the newer kvd"},
+		"newer":             {nil, []byte(strings.Replace(string(file), `"format": 2,`, `"format": 3,`, 1)), ErrDataDir, "start the newer kvd"},
 		"not in manifest":   {nil, resum(func(id *identity) { id.nodeID = 5 }), ErrDataDir, "node 5 is not in it"},
 		"no shards":         {nil, resum(func(id *identity) { id.manifest.Shards = 0 }), ErrDataDir, "0 shards"},
 		"short cluster id":  {nil, resum(func(id *identity) { id.manifest.ClusterId = "abc" }), ErrDataDir, "want 32 digits"},

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
@@ -18,7 +19,7 @@ import (
 // this is, and where the others are.
 func (n *Node) Status(ctx context.Context, _ *kvdv1.StatusRequest) (*kvdv1.StatusResponse, error) {
 	id := n.identity.Load()
-	r := &kvdv1.StatusResponse{NodeId: n.cfg.NodeID, Version: n.cfg.Version, Address: n.advertise}
+	r := &kvdv1.StatusResponse{NodeId: n.id(), Version: n.cfg.Version, Address: n.advertise}
 	if id != nil {
 		r.ClusterId = id.manifest.GetClusterId()
 	}
@@ -88,10 +89,17 @@ const forwardedKey = "kvd-forwarded"
 // of the node that does, until it finds one; after ctx or metaWait it gives up. The
 // functions use the context that they are given.
 func (n *Node) metaLeader(ctx context.Context, local func(context.Context) error, remote func(context.Context, kvdv1.ClusterClient) error) error {
+	return n.metaLeaderConn(ctx, local, func(ctx context.Context, c grpc.ClientConnInterface) error {
+		return remote(ctx, kvdv1.NewClusterClient(c))
+	})
+}
+
+// metaLeaderConn is metaLeader with a connection to the leader.
+func (n *Node) metaLeaderConn(ctx context.Context, local func(context.Context) error, remote func(context.Context, grpc.ClientConnInterface) error) error {
 	ctx, cancel := context.WithTimeout(ctx, metaWait)
 	defer cancel()
 	g := n.host.Group(0)
-	if in, _ := metadata.FromIncomingContext(ctx); len(in.Get(forwardedKey)) > 0 && !g.Status().Leading {
+	if isForwarded(ctx) && !g.Status().Leading {
 		return failNotLeader(0, g)
 	}
 	forward := metadata.AppendToOutgoingContext(ctx, forwardedKey, "1")
@@ -106,7 +114,7 @@ func (n *Node) metaLeader(ctx context.Context, local func(context.Context) error
 			if cerr != nil {
 				return cerr
 			}
-			err = remote(forward, kvdv1.NewClusterClient(conn))
+			err = remote(forward, conn)
 		default:
 			err = failNotLeader(0, g)
 		}
@@ -132,7 +140,7 @@ func (n *Node) CreateNamespace(ctx context.Context, req *kvdv1.CreateNamespaceRe
 	case req.GetPlaintextReads() && !req.GetRequireTls():
 		return nil, fail(kvdv1.ErrorDetail_REASON_INVALID_ARGUMENT, "namespace %s: READs in plain text are an exception from requiring TLS, which it does not", req.GetName())
 	case req.GetRequireTls() && n.auth.tls == nil:
-		return nil, fail(kvdv1.ErrorDetail_REASON_INVALID_ARGUMENT, "namespace %s is to require TLS, and node %d has none: give every node tls-cert and tls-key first", req.GetName(), n.cfg.NodeID)
+		return nil, fail(kvdv1.ErrorDetail_REASON_INVALID_ARGUMENT, "namespace %s is to require TLS, and node %d has none: give every node tls-cert and tls-key first", req.GetName(), n.id())
 	}
 	var resp *kvdv1.CreateNamespaceResponse
 	err := n.metaLeader(ctx, func(ctx context.Context) (err error) {
@@ -238,7 +246,7 @@ func (n *Node) awaitNamespace(ctx context.Context, name string) error {
 			return nil
 		}
 		if err := n.meta.waitApplied(ctx, next); err != nil {
-			return failDetail(&kvdv1.ErrorDetail{Reason: kvdv1.ErrorDetail_REASON_NOT_READY, RetryAfterMs: 100}, "namespace %s exists, but has not reached node %d yet", name, n.cfg.NodeID)
+			return failDetail(&kvdv1.ErrorDetail{Reason: kvdv1.ErrorDetail_REASON_NOT_READY, RetryAfterMs: 100}, "namespace %s exists, but has not reached node %d yet", name, n.id())
 		}
 	}
 }

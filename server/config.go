@@ -1,6 +1,7 @@
 package server
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -23,7 +24,8 @@ type PeerConfig struct {
 
 // Config of a node. The zero value of a field means its default.
 type Config struct {
-	// NodeID is this node's id, from 1. Ids are never used twice in a cluster.
+	// NodeID is this node's id, from 1. Ids are never used twice in a cluster. With Peers
+	// it must be given; without, 0 is the id that the data directory has, or will have.
 	NodeID uint64
 	// DataDir belongs to one node at a time; it is locked while the node runs.
 	DataDir string
@@ -31,13 +33,22 @@ type Config struct {
 	// the address that was bound).
 	ListenAddr    string
 	AdvertiseAddr string
-	// Peers are all nodes of a static cluster, this one included. Empty: this node
-	// alone.
+	// Peers are all nodes with which a cluster begins, this one included. Empty: this node
+	// alone, or one that joins.
 	Peers []PeerConfig
 	// Bootstrap lets this node draw a new cluster when its data directory is empty. One
 	// node of a cluster has it; it means nothing once the directory has a cluster.
 	Bootstrap bool
-	// BootstrapTimeout bounds the wait for all peers, and for being adopted.
+	// Join names members of a cluster, as HOST or HOST:PORT, of which one is to let this
+	// node in when its data directory is empty. A name may stand for several. Once the
+	// directory has a cluster they are only asked which nodes there are now.
+	Join []string
+	// Zone, Rack and Host are the failure domains of this node, from the largest to the
+	// smallest: replicas of a shard are kept apart by them as far as can be.
+	Zone, Rack, Host string
+	// Lookup finds the addresses of a host; default: the system's resolver.
+	Lookup func(ctx context.Context, host string) ([]string, error)
+	// BootstrapTimeout bounds the wait for all peers, for being adopted, and for being let in.
 	BootstrapTimeout time.Duration
 	// TwinPatience is how long a node suffers that its peers hear another process speak
 	// in its name, at its start and later. It has to outlast the keep-alive with which
@@ -150,6 +161,9 @@ func (c Config) withDefaults() Config {
 	if c.Clock == nil {
 		c.Clock = clock.System
 	}
+	if c.Lookup == nil {
+		c.Lookup = net.DefaultResolver.LookupHost
+	}
 	if c.FS == nil {
 		c.FS = vfs.Default
 	}
@@ -175,8 +189,12 @@ func (c Config) Validate() error {
 		return fmt.Errorf("%w: %s", ErrConfig, fmt.Sprintf(format, args...))
 	}
 	switch {
-	case c.NodeID == 0:
+	case c.NodeID == 0 && len(c.Peers) > 0:
 		return bad("node id 0: want the number of this node, from 1")
+	case len(c.Join) > 0 && c.Bootstrap:
+		return bad("a node either makes a new cluster (bootstrap) or joins one (join), not both")
+	case len(c.Join) > 0 && len(c.Peers) > 0:
+		return bad("peers are for a cluster whose nodes are all named when it is made, join is for a node that comes later: give one of them")
 	case c.DataDir == "":
 		return bad("no data directory given")
 	case c.Shards > maxShards:
@@ -189,6 +207,16 @@ func (c Config) Validate() error {
 		return bad("election after %d ticks: want at least 3", c.ElectionTicks)
 	case c.TickInterval < time.Millisecond:
 		return bad("tick of %v: want at least 1ms", c.TickInterval)
+	}
+	for _, j := range c.Join {
+		if _, _, err := splitJoin(j); err != nil {
+			return bad("%v", err)
+		}
+	}
+	for _, t := range []struct{ name, text string }{{"zone", c.Zone}, {"rack", c.Rack}, {"host", c.Host}} {
+		if len(t.text) > maxNodeText {
+			return bad("%s of %d bytes: want at most %d", t.name, len(t.text), maxNodeText)
+		}
 	}
 	for _, a := range []struct{ name, addr string }{{"listen", c.ListenAddr}, {"advertise", c.AdvertiseAddr}} {
 		if _, _, err := net.SplitHostPort(a.addr); a.addr != "" && err != nil {

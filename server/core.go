@@ -65,6 +65,7 @@ func OpenCore(cfg CoreConfig) (*Core, error) {
 			return nil, err
 		}
 	}
+	n.hosting.Store(true)
 	n.ready.Store(true)
 	return c, nil
 }

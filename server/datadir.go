@@ -8,6 +8,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 
 	"github.com/zeebo/xxh3"
@@ -27,7 +28,12 @@ var (
 const (
 	lockFile     = "LOCK"
 	identityFile = "cluster.json"
-	formatNumber = 1
+	formatNumber = 1 // of manifests
+	// identityFormat is that of the newest identity file: from 2 on a node may belong to a
+	// cluster whose manifest does not list it. Where it is listed the file stays as it was.
+	identityFormat = 2
+	// joinFile holds the incarnation under which a node asks for an id, until it has one.
+	joinFile = "joining"
 )
 
 // dataDir is a locked data directory. The lock is the first thing a node takes and
@@ -72,6 +78,8 @@ func (d *dataDir) close() error { return d.lock.Close() }
 type identity struct {
 	manifest *kvdv1.Manifest
 	nodeID   uint64
+	// joined is the incarnation of a node that came later; 0: the manifest lists it.
+	joined uint64
 	// active: every node of the manifest wrote it down, so Adopt is over for good.
 	active bool
 	// leading: this node drew the manifest and has to see that the others get it.
@@ -81,7 +89,12 @@ type identity struct {
 	opened bool
 }
 
-func (id *identity) incarnation() uint64 { return id.recorded(id.nodeID) }
+func (id *identity) incarnation() uint64 {
+	if id.joined != 0 {
+		return id.joined
+	}
+	return id.recorded(id.nodeID)
+}
 
 // recorded is the incarnation that the manifest gives a node; 0: no such node.
 func (id *identity) recorded(nodeID uint64) uint64 {
@@ -110,6 +123,7 @@ type identityJSON struct {
 	Active   bool            `json:"active"`
 	Leading  bool            `json:"leading"`
 	Opened   bool            `json:"opened"`
+	Joined   string          `json:"joined,omitempty"` // incarnation; format 2
 	Manifest json.RawMessage `json:"manifest"`
 	Sum      string          `json:"sum"`
 }
@@ -121,7 +135,7 @@ func (j identityJSON) sum() string {
 		b, _ := json.Marshal(any) // maps are encoded in key order, so the form is canonical
 		compact.Write(b)
 	}
-	return fmt.Sprintf("%016x", xxh3.HashString(fmt.Sprintf("%d|%d|%t|%t|%t|%s", j.Format, j.NodeID, j.Active, j.Leading, j.Opened, compact.String())))
+	return fmt.Sprintf("%016x", xxh3.HashString(fmt.Sprintf("%d|%d|%t|%t|%t|%s%s", j.Format, j.NodeID, j.Active, j.Leading, j.Opened, j.Joined, compact.String())))
 }
 
 // loadIdentity returns nil where the directory has none yet.
@@ -141,8 +155,8 @@ func (d *dataDir) loadIdentity() (*identity, error) {
 	if err := json.Unmarshal(b, &j); err != nil {
 		return nil, damaged("not JSON", err)
 	}
-	if j.Format > formatNumber {
-		return nil, fmt.Errorf("%w: %s has format %d, this kvd knows %d: start the newer kvd that wrote it", ErrDataDir, path, j.Format, formatNumber)
+	if j.Format > identityFormat {
+		return nil, fmt.Errorf("%w: %s has format %d, this kvd knows %d: start the newer kvd that wrote it", ErrDataDir, path, j.Format, identityFormat)
 	}
 	if got := j.sum(); got != j.Sum {
 		return nil, damaged("check sum", fmt.Errorf("have %s, want %s", got, j.Sum))
@@ -155,6 +169,11 @@ func (d *dataDir) loadIdentity() (*identity, error) {
 		return nil, damaged("manifest", err)
 	}
 	id := &identity{manifest: m, nodeID: j.NodeID, active: j.Active, leading: j.Leading, opened: j.Opened}
+	if j.Joined != "" {
+		if id.joined, err = strconv.ParseUint(j.Joined, 16, 64); err != nil {
+			return nil, damaged("incarnation", err)
+		}
+	}
 	if id.incarnation() == 0 {
 		return nil, damaged("manifest", fmt.Errorf("node %d is not in it", j.NodeID))
 	}
@@ -178,7 +197,13 @@ func (d *dataDir) saveIdentity(id *identity) error {
 	if err != nil {
 		return fmt.Errorf("server: encode manifest: %w", err)
 	}
-	j := identityJSON{Format: formatNumber, NodeID: id.nodeID, Active: id.active, Leading: id.leading, Opened: id.opened, Manifest: m}
+	j := identityJSON{Format: 1, NodeID: id.nodeID, Active: id.active, Leading: id.leading, Opened: id.opened, Manifest: m}
+	if id.joined != 0 {
+		j.Format, j.Joined = identityFormat, fmt.Sprintf("%016x", id.joined)
+	}
+	if id.manifest.GetWantedReplication() != 0 {
+		j.Format = identityFormat // an older kvd does not know the field
+	}
 	j.Sum = j.sum()
 	b, err := json.MarshalIndent(j, "", "  ")
 	if err != nil {
@@ -216,3 +241,28 @@ func writeDurably(dir, name string, content []byte) (err error) {
 	}
 	return errors.Join(d.Sync(), d.Close())
 }
+
+// joiningAs returns the incarnation under which this directory asks for its id: the same
+// one until it has it, so that a start that was cut off costs no id.
+func (d *dataDir) joiningAs() (uint64, error) {
+	path := filepath.Join(d.path, joinFile)
+	b, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		inc := randomID()
+		if err := writeDurably(d.path, joinFile, fmt.Appendf(nil, "%016x\n", inc)); err != nil {
+			return 0, fmt.Errorf("%w %s: write %s: %w", ErrDataDir, d.path, joinFile, err)
+		}
+		return inc, nil
+	}
+	if err != nil {
+		return 0, fmt.Errorf("%w: read %s: %w", ErrDataDir, path, err)
+	}
+	inc, err := strconv.ParseUint(strings.TrimSpace(string(b)), 16, 64)
+	if err != nil || inc == 0 {
+		return 0, fmt.Errorf("%w: %s is damaged: this node has no id yet, so empty the directory and join again", ErrDataDir, path)
+	}
+	return inc, nil
+}
+
+// joinedNow forgets it; a file that stays means nothing.
+func (d *dataDir) joinedNow() { _ = os.Remove(filepath.Join(d.path, joinFile)) }

@@ -74,7 +74,7 @@ func (e *exporter) open() error {
 	var without []error
 	log := slog.New(newCalmHandler(e.node.log.Handler())) // others can make a target complain
 	for _, p := range cfg.Providers {
-		t, err := p.NewTarget(rdma.TargetConfig{NodeID: cfg.NodeID, BootID: e.node.bootID, Logger: log.With("transport", p.Name())})
+		t, err := p.NewTarget(rdma.TargetConfig{NodeID: e.node.id(), BootID: e.node.bootID, Logger: log.With("transport", p.Name())})
 		if errors.Is(err, rdma.ErrUnsupported) {
 			level := slog.LevelWarn
 			if cfg.TransportsByDefault {

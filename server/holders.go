@@ -21,7 +21,7 @@ func (n *Node) memoryName() string { return fmt.Sprintf("%s%016x", n.memoryPrefi
 
 // memoryPrefix is that of all boots.
 func (n *Node) memoryPrefix() string {
-	return fmt.Sprintf("kvd-%s-%d-", n.identity.Load().manifest.GetClusterId()[:8], n.cfg.NodeID)
+	return fmt.Sprintf("kvd-%s-%d-", n.identity.Load().manifest.GetClusterId()[:8], n.id())
 }
 
 // watchHolders warns while another process keeps memory of an earlier boot of this node

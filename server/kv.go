@@ -255,7 +255,7 @@ func (n *Node) propose(ctx context.Context, number uint32, g *raft.Group, cmd *k
 		panic(fmt.Sprintf("server: encode command: %v", err)) // bug: commands are always encodable
 	}
 	if !n.writes.enter() {
-		return nil, 0, failDetail(&kvdv1.ErrorDetail{Reason: kvdv1.ErrorDetail_REASON_NOT_READY, RetryAfterMs: 20}, "shard %d: node %d hands its shards over: try again in a moment", number, n.cfg.NodeID)
+		return nil, 0, failDetail(&kvdv1.ErrorDetail{Reason: kvdv1.ErrorDetail_REASON_NOT_READY, RetryAfterMs: 20}, "shard %d: node %d hands its shards over: try again in a moment", number, n.id())
 	}
 	defer n.writes.leave()
 	result, index, err := g.Propose(ctx, data)

@@ -74,11 +74,12 @@ func (n *namespaces) set(all []*kvdv1.NamespaceInfo) {
 // metaContent is all that group 0 holds, with the group to load it from.
 type metaContent struct {
 	*namespaces
-	tokens *tokens
-	eng    *engine.Group
+	tokens   *tokens
+	registry *registry
+	eng      *engine.Group
 }
 
-func (c metaContent) load(engine.Meta) error {
+func (c metaContent) load(meta engine.Meta) error {
 	var all []*kvdv1.NamespaceInfo
 	err := c.eng.ScanAux(auxNamespace, nil, nil, func(_, value []byte) (bool, error) {
 		ns := &kvdv1.NamespaceInfo{}
@@ -92,6 +93,9 @@ func (c metaContent) load(engine.Meta) error {
 		return err
 	}
 	if err := c.tokens.load(c.eng); err != nil {
+		return err
+	}
+	if err := c.registry.load(c.eng, meta.Applied); err != nil {
 		return err
 	}
 	c.set(all)
@@ -108,14 +112,20 @@ func (c metaContent) check(it engine.Item) error {
 	case auxToken:
 		_, err := decodeToken(it.Key, it.Value)
 		return err
+	case auxNode:
+		_, err := decodeNode(it.Key, it.Value)
+		return err
 	}
 	return nil
 }
 
 // apply implements content.
 func (c metaContent) apply(b *engine.Batch, index uint64, cmd *kvdv1.Command) (any, error) {
-	if op, ok := cmd.GetOp().(*kvdv1.Command_Token); ok {
+	switch op := cmd.GetOp().(type) {
+	case *kvdv1.Command_Token:
 		return c.tokens.apply(b, cmd.GetLeaderUnixMs(), op.Token)
+	case *kvdv1.Command_Node:
+		return c.registry.apply(b, index, cmd.GetLeaderUnixMs(), op.Node)
 	}
 	return c.namespaces.apply(b, index, cmd)
 }

@@ -54,6 +54,8 @@ type Node struct {
 	boots      *boots
 	export     *exporter
 	namespaces *namespaces
+	registry   *registry
+	known      atomic.Pointer[directory] // nil: what the manifest says
 	meta       *machine
 	shards     map[uint32]*shard // fixed once ready
 	sessions   *sessions
@@ -70,12 +72,15 @@ type Node struct {
 	health   *health.Server
 
 	ready    atomic.Bool
+	hosting  atomic.Bool   // peers' messages are taken; before ready, where the node joins
 	doubted  atomic.Bool   // another process may be this node: see beginDoubt
 	calls    *gate         // unary calls in progress
 	writes   *gate         // proposals in progress
 	stopping chan struct{} // closed when sessions are to end
 	deaf     chan struct{} // closed when peers' streams are to end
 	fatal    chan error    // capacity 1: what stopped the node
+
+	stewardWake chan struct{} // capacity 1
 
 	bgCtx    context.Context
 	bgCancel context.CancelFunc
@@ -108,7 +113,8 @@ func newNode(cfg Config, bootID uint64) *Node {
 	n := &Node{
 		cfg: cfg, log: cfg.Logger, bootID: bootID, started: cfg.Clock.Now(),
 		activated: make(chan struct{}, 1), calls: newGate(), writes: newGate(), stopping: make(chan struct{}), deaf: make(chan struct{}), fatal: make(chan error, 1),
-		sessions: newSessions(), metrics: newMetrics(), leaders: newLeaderNews(), shards: map[uint32]*shard{},
+		stewardWake: make(chan struct{}, 1),
+		sessions:    newSessions(), metrics: newMetrics(), leaders: newLeaderNews(), shards: map[uint32]*shard{},
 		disk: newDiskWatch(cfg.FS, cfg.DataDir, cfg.MinFreeDisk),
 	}
 	n.bgCtx, n.bgCancel = context.WithCancel(context.Background())
@@ -139,8 +145,18 @@ func (n *Node) start(ctx context.Context) (err error) {
 			n.log.Warn("the number of shards was fixed when the cluster was made; the configured one means nothing", "shards", have, "configured", n.cfg.Shards)
 		}
 	}
+	if err := n.findOut(id); err != nil {
+		return err
+	}
 	if err := n.listen(); err != nil {
 		return err
+	}
+	if id == nil && len(n.cfg.Join) > 0 {
+		// The transports need the node's id. Where they can not be opened, the next start
+		// goes on under it.
+		if err := n.join(ctx); err != nil {
+			return err
+		}
 	}
 	// Before the node takes part in anything: a transport that can not be opened as it is
 	// configured is found while nothing has happened yet.
@@ -165,16 +181,49 @@ func (n *Node) start(ctx context.Context) (err error) {
 	if _, err := n.disk.look(); err != nil {
 		return err
 	}
-	n.ready.Store(true)
+	n.hosting.Store(true)
+	if n.identity.Load().joined == 0 {
+		n.ready.Store(true)
+	}
 	n.host.Start()
-	n.health.SetServingStatus("", healthpb.HealthCheckResponse_SERVING)
 	n.peers.greet() // their answers may end it again: see beginDoubt
+	if err := n.awaitRegistry(ctx); err != nil {
+		return err
+	}
+	n.ready.Store(true)
+	n.health.SetServingStatus("", healthpb.HealthCheckResponse_SERVING)
 	n.background(n.upkeep)
 	n.background(n.watchHolders)
 	n.background(n.expiry)
 	n.background(n.tellLeaders)
-	n.log.Info("node serves", "cluster", n.identity.Load().manifest.GetClusterId(), "node", n.cfg.NodeID, "boot", fmt.Sprintf("%016x", n.bootID),
+	n.background(n.steward)
+	n.log.Info("node serves", "cluster", n.identity.Load().manifest.GetClusterId(), "node", n.id(), "boot", fmt.Sprintf("%016x", n.bootID),
 		"address", n.advertise, "transports", n.export.names(), "shards", len(n.shards))
+	return nil
+}
+
+// findOut takes what can be known of this node's id and of the others before anyone is
+// asked. id may be nil.
+func (n *Node) findOut(id *identity) error {
+	if id == nil {
+		switch {
+		case n.cfg.NodeID == 0 && n.cfg.Bootstrap:
+			n.cfg.NodeID = 1
+		case n.cfg.NodeID == 0 && len(n.cfg.Join) == 0:
+			return fmt.Errorf("%w: %s is empty: start this node with --bootstrap to make a new cluster, or with --join to come into one", ErrRefused, n.cfg.DataDir)
+		case n.cfg.NodeID != 0 && len(n.cfg.Join) > 0:
+			return fmt.Errorf("%w: %s is empty, and a node that joins is given its id by the cluster: leave out that it is node %d. If node %d lost its directory, decommission it: a voter that forgets may vote twice", ErrRefused, n.cfg.DataDir, n.cfg.NodeID, n.cfg.NodeID)
+		}
+		return nil
+	}
+	known, err := n.dir.loadDirectory()
+	if err != nil {
+		n.log.Warn("what was known of the other nodes is lost; they are looked for at the addresses that the cluster began with, and at those to join", "err", err)
+		return nil
+	}
+	if known != nil {
+		n.known.Store(known)
+	}
 	return nil
 }
 
@@ -190,7 +239,7 @@ func (n *Node) listen() (err error) {
 	}
 	n.advertise = n.advertised()
 	if len(n.cfg.Peers) == 0 {
-		n.cfg.Peers = []PeerConfig{{NodeID: n.cfg.NodeID, Address: n.advertise}}
+		n.cfg.Peers = n.alone()
 	}
 	opts := []grpc.ServerOption{
 		grpc.MaxRecvMsgSize(maxMessageBytes), grpc.MaxSendMsgSize(maxMessageBytes), grpc.MaxConcurrentStreams(maxStreams),
@@ -224,6 +273,15 @@ func (n *Node) listen() (err error) {
 	return nil
 }
 
+// alone is what stands for peers where none are configured: this node, whose id is not
+// known yet where it joins.
+func (n *Node) alone() []PeerConfig {
+	if n.id() == 0 {
+		return nil
+	}
+	return []PeerConfig{{NodeID: n.id(), Address: n.advertise}}
+}
+
 // advertised is the address under which others reach this node: what the configuration
 // says, or what the list of peers says of this node, or what was bound.
 func (n *Node) advertised() string {
@@ -231,7 +289,7 @@ func (n *Node) advertised() string {
 		return n.cfg.AdvertiseAddr
 	}
 	for _, p := range n.cfg.Peers {
-		if p.NodeID == n.cfg.NodeID {
+		if p.NodeID == n.id() {
 			return p.Address
 		}
 	}
@@ -245,7 +303,7 @@ func (n *Node) advertised() string {
 // observe counts and times every unary call.
 func (n *Node) observe(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	if !n.calls.enter() {
-		return nil, failShuttingDown(n.cfg.NodeID)
+		return nil, failShuttingDown(n.id())
 	}
 	defer n.calls.leave()
 	began := time.Now()
@@ -295,7 +353,7 @@ const commitDelay = 5 * time.Millisecond
 // records lie in the same order, so that neighbours are read by one READ.
 func (n *Node) openGroups() (err error) {
 	hosting := raft.Config{
-		NodeID: raft.NodeID(n.cfg.NodeID), Log: logStore{n.engine}, Transport: n.transport, Clock: n.cfg.Clock, Logger: n.log,
+		NodeID: raft.NodeID(n.id()), Log: logStore{n.engine}, Transport: n.transport, Clock: n.cfg.Clock, Logger: n.log,
 		TickInterval: n.cfg.TickInterval, ElectionTicks: n.cfg.ElectionTicks, CommitDelay: commitDelay,
 		LogRetainEntries: n.cfg.LogRetainEntries, LogRetainBytes: n.cfg.LogRetainBytes,
 		Hooks: raft.Hooks{
@@ -318,9 +376,9 @@ func (n *Node) openGroups() (err error) {
 	if err := n.ensureInitialState(m, local); err != nil {
 		return err
 	}
-	n.namespaces = newNamespaces(n.arena)
+	n.namespaces, n.registry = newNamespaces(n.arena), newRegistry(m, n.learn)
 	n.meta = newMachine(0, n.engine.Group(0))
-	n.meta.content = metaContent{n.namespaces, n.tokens, n.engine.Group(0)}
+	n.meta.content = metaContent{n.namespaces, n.tokens, n.registry, n.engine.Group(0)}
 	for _, id := range local {
 		sm := n.meta
 		if id != 0 {
@@ -353,11 +411,14 @@ func (n *Node) markOpened() error {
 
 // localGroups lists, in order, the groups with a replica here.
 func (n *Node) localGroups(m *kvdv1.Manifest) []uint64 {
+	if n.identity.Load().joined != 0 {
+		return []uint64{0}
+	}
 	var groups []uint64
 	for id := uint64(0); id <= uint64(m.GetShards()); id++ {
 		voters, learners := placement(m, id)
 		for _, node := range append(voters, learners...) {
-			if node == n.cfg.NodeID {
+			if node == n.id() {
 				groups = append(groups, id)
 			}
 		}
@@ -370,6 +431,7 @@ func (n *Node) localGroups(m *kvdv1.Manifest) []uint64 {
 // default namespace.
 func (n *Node) ensureInitialState(m *kvdv1.Manifest, groups []uint64) error {
 	wrote := false
+	var empty []uint64
 	for _, id := range groups {
 		g := n.engine.Group(id)
 		meta, err := g.Meta()
@@ -384,12 +446,22 @@ func (n *Node) ensureInitialState(m *kvdv1.Manifest, groups []uint64) error {
 			return err
 		}
 		if meta.Conf != nil {
+			if meta.Applied == 0 && log.Hard == nil {
+				empty = append(empty, id)
+			}
 			continue
 		}
-		voters, learners := placement(m, id)
+		first := engine.Meta{Conf: &raftpb.ConfState{}} // its leader brings the rest
+		bornHere := n.identity.Load().joined == 0
+		if !bornHere {
+			empty = append(empty, id)
+		} else {
+			voters, learners := placement(m, id)
+			first = engine.Meta{Applied: 1, AppliedTerm: 1, ConfigID: 1, Conf: &raftpb.ConfState{Voters: voters, Learners: learners}}
+		}
 		b := g.NewBatch()
-		err = b.SetMeta(engine.Meta{Applied: 1, AppliedTerm: 1, ConfigID: 1, Conf: &raftpb.ConfState{Voters: voters, Learners: learners}})
-		if err == nil && id == 0 {
+		err = b.SetMeta(first)
+		if err == nil && id == 0 && bornHere {
 			err = putNamespace(b, &kvdv1.NamespaceInfo{Id: defaultNamespaceID, Name: DefaultNamespace, OneSided: true})
 		}
 		if err != nil {
@@ -401,10 +473,28 @@ func (n *Node) ensureInitialState(m *kvdv1.Manifest, groups []uint64) error {
 		}
 		wrote = true
 	}
-	if !wrote {
+	if wrote {
+		if err := n.engine.Flush(); err != nil {
+			return err
+		}
+	}
+	return n.markEmpty(empty)
+}
+
+// markEmpty gives replicas that begin without anything a hard state, behind their
+// durable state: from then on a log without one was lost.
+func (n *Node) markEmpty(groups []uint64) error {
+	if len(groups) == 0 {
 		return nil
 	}
-	return n.engine.Flush()
+	b := n.engine.NewLogBatch()
+	for _, id := range groups {
+		if err := b.SetHardState(id, &raftpb.HardState{Term: new(uint64(0)), Vote: new(uint64(0)), Commit: new(uint64(0))}); err != nil {
+			b.Discard()
+			return err
+		}
+	}
+	return b.Commit(true)
 }
 
 // checkWhole refuses a group of which one store is missing: a replica that forgot its
@@ -414,7 +504,7 @@ func (n *Node) checkWhole(group uint64, meta engine.Meta, log engine.LogState) e
 	switch {
 	case meta.Conf == nil && (log.Hard != nil || n.identity.Load().opened):
 		lost = "state"
-	case meta.Conf != nil && log.Hard == nil && (meta.Applied > 1 || n.identity.Load().opened):
+	case meta.Conf != nil && log.Hard == nil && (meta.Applied > 1 || meta.Applied == 1 && n.identity.Load().opened):
 		lost = "log"
 	default:
 		return nil
@@ -427,7 +517,7 @@ func (n *Node) openShard(number uint32) (*machine, error) {
 	if err != nil {
 		return nil, err
 	}
-	rec, err := n.arena.NewRecord(uint64(number), n.cfg.NodeID, log.Hard.GetTerm())
+	rec, err := n.arena.NewRecord(uint64(number), n.id(), log.Hard.GetTerm())
 	if err != nil {
 		return nil, err
 	}
@@ -471,6 +561,14 @@ func (n *Node) fail(err error) {
 
 // Fatal yields the error that the node can not go on with. The owner should Stop it.
 func (n *Node) Fatal() <-chan error { return n.fatal }
+
+// id is this node's; 0: it has none yet.
+func (n *Node) id() uint64 {
+	if id := n.identity.Load(); id != nil {
+		return id.nodeID
+	}
+	return n.cfg.NodeID
+}
 
 // Address is how others reach the node's gRPC.
 func (n *Node) Address() string { return n.advertise }
@@ -569,6 +667,7 @@ func bestFollower(st raft.Status) raft.NodeID {
 func (n *Node) release() error {
 	var errs []error
 	n.ready.Store(false)
+	n.hosting.Store(false)
 	// From here on no one-sided reader is confirmed by this node any more.
 	for _, sh := range n.shards {
 		sh.record.Retire()

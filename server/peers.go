@@ -64,6 +64,15 @@ func (p *peers) conn(addr string) (*grpc.ClientConn, error) {
 	if c := p.mu.conns[addr]; c != nil {
 		return c, nil
 	}
+	c, err := grpc.NewClient("passthrough:///"+addr, p.options()...)
+	if err != nil {
+		return nil, fmt.Errorf("server: peer address %q: %w", addr, err)
+	}
+	p.mu.conns[addr] = c
+	return c, nil
+}
+
+func (p *peers) options() []grpc.DialOption {
 	opts := []grpc.DialOption{
 		grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessageBytes), grpc.MaxCallSendMsgSize(maxMessageBytes)),
@@ -76,26 +85,22 @@ func (p *peers) conn(addr string) (*grpc.ClientConn, error) {
 	}
 	if a := &p.node.auth; a.tls != nil {
 		opts = append(opts, grpc.WithTransportCredentials(a.tls.creds()))
-	} else if a.peerProof != "" {
-		opts = append(opts, grpc.WithPerRPCCredentials(proof(a.peerProof)))
 	}
-	c, err := grpc.NewClient("passthrough:///"+addr, opts...)
-	if err != nil {
-		return nil, fmt.Errorf("server: peer address %q: %w", addr, err)
+	if p.node.auth.peerProof != "" {
+		opts = append(opts, grpc.WithPerRPCCredentials(proof(p.node.auth.peerProof)))
 	}
-	p.mu.conns[addr] = c
-	return c, nil
+	return opts
 }
 
-// addressOf a node: the configuration's word over the manifest's, so that a node may
-// move.
+// addressOf a node: the configuration's word over what the cluster knows, so that a node
+// may move.
 func (p *peers) addressOf(id raft.NodeID) (string, bool) {
 	for _, c := range p.node.cfg.Peers {
 		if c.NodeID == uint64(id) {
 			return c.Address, true
 		}
 	}
-	addr := p.node.identity.Load().address(uint64(id))
+	addr := p.node.directory().find(uint64(id)).GetAddress()
 	return addr, addr != ""
 }
 
@@ -137,9 +142,9 @@ func (p *peers) link(id raft.NodeID) *link {
 // greet opens the streams to all nodes of the cluster, before there is anything to say:
 // each node is to hear which boot of this one lives.
 func (p *peers) greet() {
-	for _, m := range p.node.identity.Load().manifest.GetNodes() {
-		if m.GetNodeId() != p.node.cfg.NodeID {
-			p.link(raft.NodeID(m.GetNodeId()))
+	for _, r := range p.node.directory().nodes {
+		if r.GetNodeId() != p.node.id() && r.GetState() != kvdv1.NodeState_NODE_STATE_GONE {
+			p.link(raft.NodeID(r.GetNodeId()))
 		}
 	}
 }
@@ -313,7 +318,7 @@ func (l *link) stream(ctx context.Context) error {
 		return err
 	}
 	n := l.peers.node
-	hello := &kvdv1.RaftBatch{From: n.self(), ToIncarnation: n.identity.Load().recorded(uint64(l.to))}
+	hello := &kvdv1.RaftBatch{From: n.self(), ToIncarnation: n.recorded(uint64(l.to))}
 	if err := s.Send(hello); err != nil {
 		return l.refusal(s, err)
 	}

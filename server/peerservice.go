@@ -24,13 +24,16 @@ func (n *Node) checkPeer(from *kvdv1.Identity, toIncarnation uint64) error {
 	refuse := func(format string, args ...any) error {
 		return fail(kvdv1.ErrorDetail_REASON_WRONG_CLUSTER, format, args...)
 	}
-	switch want := id.recorded(from.GetNodeId()); {
+	node := n.directory().find(from.GetNodeId())
+	switch want := node.GetIncarnation(); {
 	case from.GetClusterId() != id.manifest.GetClusterId():
 		return refuse("node %d belongs to cluster %q, this one to %q", from.GetNodeId(), from.GetClusterId(), id.manifest.GetClusterId())
 	case want == 0:
 		return refuse("node %d is not a member of cluster %s", from.GetNodeId(), id.manifest.GetClusterId())
 	case from.GetIncarnation() != want:
 		return refuse("node %d has incarnation %016x, recorded is %016x: its directory is a copy or was made anew; an id is never used twice", from.GetNodeId(), from.GetIncarnation(), want)
+	case node.GetState() == kvdv1.NodeState_NODE_STATE_GONE:
+		return refuse("%s", goneAdvice(node))
 	case toIncarnation != id.incarnation():
 		return refuse("node %d looks for incarnation %016x, this is %016x", from.GetNodeId(), toIncarnation, id.incarnation())
 	}
@@ -47,7 +50,7 @@ func (n *Node) Raft(s kvdv1.Peer_RaftServer) error {
 		n.log.Warn("refused a peer", "node", first.GetFrom().GetNodeId(), "err", status.Convert(err).Message())
 		return err
 	}
-	if !n.ready.Load() {
+	if !n.hosting.Load() {
 		return errStarting
 	}
 	from := first.GetFrom().GetNodeId()
@@ -66,7 +69,7 @@ func (n *Node) Raft(s kvdv1.Peer_RaftServer) error {
 	case <-in.evicted:
 		return failTwin(from)
 	case <-n.deaf: // returning ends the stream, and with it receive
-		return fail(kvdv1.ErrorDetail_REASON_NOT_READY, "node %d is shutting down", n.cfg.NodeID)
+		return fail(kvdv1.ErrorDetail_REASON_NOT_READY, "node %d is shutting down", n.id())
 	}
 }
 
@@ -86,7 +89,7 @@ func (n *Node) receive(s kvdv1.Peer_RaftServer, from uint64) error {
 			if err := proto.Unmarshal(gm.GetMessage(), m); err != nil {
 				return status.Errorf(codes.InvalidArgument, "a message of group %d from node %d can not be decoded: %v", gm.GetGroup(), from, err)
 			}
-			if m.GetFrom() != from || m.GetTo() != n.cfg.NodeID {
+			if m.GetFrom() != from || m.GetTo() != n.id() {
 				return status.Errorf(codes.InvalidArgument, "node %d sent a message of node %d to node %d", from, m.GetFrom(), m.GetTo())
 			}
 			if m.GetType() == raftpb.MessageType_MsgSnap {

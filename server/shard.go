@@ -20,6 +20,7 @@ const (
 	auxResult    = 'r' // writer | sequence -> result
 	auxNamespace = 'n' // id -> NamespaceInfo (group 0)
 	auxToken     = 't' // id -> TokenRecord (group 0)
+	auxNode      = 'm' // id -> NodeRecord (group 0)
 )
 
 // writeResult is what a write did; it is replicated state while its writer may retry.

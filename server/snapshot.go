@@ -94,7 +94,7 @@ func (p *peers) streamSnapshot(ctx context.Context, to raft.NodeID, g raft.Group
 	}
 	out := &snapshotWriter{send: s.Send, sum: newSnapshotHash()}
 	header := &kvdv1.SnapshotHeader{
-		From: n.self(), ToIncarnation: n.identity.Load().recorded(uint64(to)),
+		From: n.self(), ToIncarnation: n.recorded(uint64(to)),
 		Group: uint64(g), Message: raw, ConfigId: meta.ConfigID, Format: snapshotFormat,
 	}
 	err = s.Send(&kvdv1.SnapshotChunk{Header: header})
@@ -160,7 +160,7 @@ func (n *Node) Snapshot(s kvdv1.Peer_SnapshotServer) error {
 	if err := n.checkPeer(h.GetFrom(), h.GetToIncarnation()); err != nil {
 		return err
 	}
-	if !n.ready.Load() {
+	if !n.hosting.Load() {
 		return errStarting
 	}
 	// The state of a copy would be as old as the copy.
@@ -175,7 +175,7 @@ func (n *Node) Snapshot(s kvdv1.Peer_SnapshotServer) error {
 	}
 	m := &raftpb.Message{}
 	if err := proto.Unmarshal(h.GetMessage(), m); err != nil || m.GetType() != raftpb.MessageType_MsgSnap ||
-		m.GetFrom() != h.GetFrom().GetNodeId() || m.GetTo() != n.cfg.NodeID {
+		m.GetFrom() != h.GetFrom().GetNodeId() || m.GetTo() != n.id() {
 		return status.Error(codes.InvalidArgument, "the snapshot's header has no proper message")
 	}
 	sm := n.machine(raft.GroupID(h.GetGroup()))
@@ -219,7 +219,7 @@ func (n *Node) receiveItems(s kvdv1.Peer_SnapshotServer, c content, staging *eng
 	for {
 		select {
 		case <-n.deaf:
-			return fail(kvdv1.ErrorDetail_REASON_NOT_READY, "node %d is shutting down", n.cfg.NodeID)
+			return fail(kvdv1.ErrorDetail_REASON_NOT_READY, "node %d is shutting down", n.id())
 		default:
 		}
 		chunk, err := s.Recv()

@@ -34,7 +34,7 @@ func (n *Node) CreateToken(ctx context.Context, req *kvdv1.CreateTokenRequest) (
 		return n.tokens.find(req.GetId()) != nil || ends != 0 && ends <= n.cfg.Clock.Now().UnixMilli()
 	})
 	if err != nil {
-		return nil, failDetail(&kvdv1.ErrorDetail{Reason: kvdv1.ErrorDetail_REASON_NOT_READY, RetryAfterMs: 100}, "token %s was made, but has not reached node %d yet", req.GetName(), n.cfg.NodeID)
+		return nil, failDetail(&kvdv1.ErrorDetail{Reason: kvdv1.ErrorDetail_REASON_NOT_READY, RetryAfterMs: 100}, "token %s was made, but has not reached node %d yet", req.GetName(), n.id())
 	}
 	return resp, nil
 }
@@ -192,10 +192,10 @@ func (n *Node) RevokeToken(ctx context.Context, req *kvdv1.RevokeTokenRequest) (
 		return nil, err
 	}
 	if err := n.awaitMeta(ctx, func() bool { return n.tokens.find(req.GetId()) == nil }); err != nil {
-		return nil, failDetail(&kvdv1.ErrorDetail{Reason: kvdv1.ErrorDetail_REASON_NOT_READY, RetryAfterMs: 100}, "the token is revoked, but node %d has not heard of it yet", n.cfg.NodeID)
+		return nil, failDetail(&kvdv1.ErrorDetail{Reason: kvdv1.ErrorDetail_REASON_NOT_READY, RetryAfterMs: 100}, "the token is revoked, but node %d has not heard of it yet", n.id())
 	}
 	if err := n.sessions.awaitOwner(ctx, req.GetId()); err != nil {
-		return nil, failDetail(&kvdv1.ErrorDetail{Reason: kvdv1.ErrorDetail_REASON_NOT_READY, RetryAfterMs: 100}, "the token is revoked, but node %d has not ended yet all that it had open: it goes on with that", n.cfg.NodeID)
+		return nil, failDetail(&kvdv1.ErrorDetail{Reason: kvdv1.ErrorDetail_REASON_NOT_READY, RetryAfterMs: 100}, "the token is revoked, but node %d has not ended yet all that it had open: it goes on with that", n.id())
 	}
 	return resp, nil
 }

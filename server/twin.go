@@ -92,6 +92,13 @@ func (b *boots) others(node, boot uint64) []uint64 {
 	return all
 }
 
+// hears tells whether a node has a stream here.
+func (b *boots) hears(node uint64) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return len(b.mu.live[node]) > 0
+}
+
 // admit lets a stream of a peer in, or refuses it as that of a twin. Who answers at the
 // address at which this node looks for the peer is the peer; where nobody answers there,
 // who came first is.
@@ -125,12 +132,12 @@ func (n *Node) bootAt(ctx context.Context, peer *kvdv1.Identity) uint64 {
 // twinAtHome looks for another boot of this node at the address that the manifest
 // gives it: a copy has the manifest of the original. "": there is none, if that is sure.
 func (n *Node) twinAtHome(ctx context.Context, id *identity) (heard string, sure bool) {
-	home := id.address(n.cfg.NodeID)
-	if slices.ContainsFunc(n.cfg.Peers, func(p PeerConfig) bool { return p.Address == home }) {
+	home := n.directory().find(n.id()).GetAddress()
+	if home == "" || slices.ContainsFunc(n.cfg.Peers, func(p PeerConfig) bool { return p.Address == home }) {
 		return "", true // this node itself, or one that took its place
 	}
 	defer n.peers.forget(home)
-	r, err := n.hello(ctx, PeerConfig{NodeID: n.cfg.NodeID, Address: home})
+	r, err := n.hello(ctx, PeerConfig{NodeID: n.id(), Address: home})
 	if self := r.GetSelf(); err != nil || self.GetClusterId() != id.manifest.GetClusterId() || self.GetIncarnation() != id.incarnation() || self.GetBootId() == n.bootID {
 		return "", !ranOutOfTime(err)
 	}
@@ -143,14 +150,14 @@ func ranOutOfTime(err error) bool {
 }
 
 func (n *Node) refuseTwin(heard string) error {
-	return fmt.Errorf("%w: node %d runs already (%s): %s is a copy, or the other process must be stopped first", ErrRefused, n.cfg.NodeID, heard, n.cfg.DataDir)
+	return fmt.Errorf("%w: node %d runs already (%s): %s is a copy, or the other process must be stopped first", ErrRefused, n.id(), heard, n.cfg.DataDir)
 }
 
 // warnOfMoves tells where the configuration leads away from the manifest: that is how
 // a node moves, and how a copy would be started.
-func (n *Node) warnOfMoves(id *identity) {
+func (n *Node) warnOfMoves() {
 	for _, p := range n.cfg.Peers {
-		if was := id.address(p.NodeID); was != "" && was != p.Address {
+		if was := n.directory().find(p.NodeID).GetAddress(); was != "" && was != p.Address {
 			n.log.Warn("a node is configured at another address than at bootstrap", "node", p.NodeID, "configured", p.Address, "bootstrap", was)
 		}
 	}

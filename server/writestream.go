@@ -63,7 +63,7 @@ func (n *Node) Write(stream kvdv1.KV_WriteServer) error {
 	case <-stream.Context().Done():
 		w.end(context.Cause(stream.Context())) // the client's end, or that of its token
 	case <-n.stopping: // returning ends the stream, and with it who receives
-		w.end(failShuttingDown(n.cfg.NodeID))
+		w.end(failShuttingDown(n.id()))
 	}
 	<-w.drained
 	return w.mu.err

@@ -40,34 +40,40 @@ var defaultTransports = []string{"shm", "verbs", "tcp"}
 type startSettings struct {
 	server.Config
 
-	file          string
-	peers         []string
-	maxValue      uint64
-	cache         uint64
-	metricsListen string
-	transports    []string
-	shmDir        string
-	shmUIDs       []string
-	tcpListen     string
-	tcpAdvertise  string
-	verbs         verbs.Provider
-	logLevel      string
-	logFormat     string
-	stopTimeout   time.Duration
-	chaos         chaosSettings
+	file     string
+	peers    []string
+	maxValue uint64
+	// replicationGiven: it was chosen, not the default.
+	replicationGiven bool
+	cache            uint64
+	metricsListen    string
+	transports       []string
+	shmDir           string
+	shmUIDs          []string
+	tcpListen        string
+	tcpAdvertise     string
+	verbs            verbs.Provider
+	logLevel         string
+	logFormat        string
+	stopTimeout      time.Duration
+	chaos            chaosSettings
 }
 
 func (s *startSettings) define(fs *pflag.FlagSet) {
 	fs.StringVar(&s.file, "config", "", "YAML file with any of these settings, one name: value a line")
-	fs.Uint64Var(&s.NodeID, "node-id", 0, "number of this node, from 1; never used twice in a cluster")
+	fs.Uint64Var(&s.NodeID, "node-id", 0, "number of this node, from 1, among the peers (default: what the data directory says, or the cluster gives)")
 	fs.StringVar(&s.DataDir, "data-dir", "", "directory of this node's data")
 	fs.StringVar(&s.ListenAddr, "listen", "127.0.0.1:7400", "host:port for gRPC")
 	fs.StringVar(&s.AdvertiseAddr, "advertise", "", "host:port under which others reach this node's gRPC (default: what it listens on)")
-	fs.StringSliceVar(&s.peers, "peers", nil, "all nodes of the cluster, this one included, as ID=HOST:PORT,... (default: this node alone)")
+	fs.StringSliceVar(&s.peers, "peers", nil, "all nodes with which a cluster begins, this one included, as ID=HOST:PORT,... (default: this node alone)")
 	fs.BoolVar(&s.Bootstrap, "bootstrap", false, "make a new cluster if the data directory is empty; on one node of a cluster only")
-	fs.DurationVar(&s.BootstrapTimeout, "bootstrap-timeout", 2*time.Minute, "how long to wait for all peers at the first start")
+	fs.StringSliceVar(&s.Join, "join", nil, "members of a cluster, as HOST[:PORT],..., of which one is to let this node in; a name may stand for several. It may stay once the node has joined")
+	fs.StringVar(&s.Zone, "zone", "", "failure domain of this node; replicas of a shard are kept apart by zone, rack and host")
+	fs.StringVar(&s.Rack, "rack", "", "failure domain within the zone")
+	fs.StringVar(&s.Host, "host", "", "failure domain within the rack (default: this host's name)")
+	fs.DurationVar(&s.BootstrapTimeout, "bootstrap-timeout", 2*time.Minute, "how long to wait at the first start for all peers, or to be let in")
 	fs.Uint32Var(&s.Shards, "shards", 128, "number of shards; fixed when the cluster is made")
-	fs.Uint32Var(&s.Replication, "replication", 3, "replicas of a shard, odd; fixed when the cluster is made")
+	fs.Uint32Var(&s.Replication, "replication", 3, "replicas of a shard, odd; fixed when the cluster is made, and reached when there are nodes enough")
 
 	fs.Var(newBytes(&s.ArenaBytes, 1<<30), "arena", "cap of the memory that clients read")
 	fs.Var(newBytes(&s.MaxChunkBytes, 64<<20), "max-chunk", "largest piece in which that memory is registered")
@@ -119,10 +125,11 @@ in progress and leaves.
 
 Every flag may also stand in the file given by --config (without the dashes in front) or in the
 environment (--node-id is KVD_NODE_ID). A flag wins over the environment, that over the file.`,
-		Example: `  # a node alone
-  kvd start --node-id 1 --data-dir /var/lib/kvd --bootstrap
+		Example: `  # a node alone, and another one that comes to it, on another host
+  kvd start --data-dir /var/lib/kvd --listen 10.0.0.1:7400 --tcp-listen 10.0.0.1:0 --bootstrap
+  kvd start --data-dir /var/lib/kvd --listen 10.0.0.2:7400 --tcp-listen 10.0.0.2:0 --join 10.0.0.1
 
-  # three nodes; the first has --bootstrap, and may keep it
+  # three nodes at once; the first has --bootstrap, and may keep it
   kvd start --node-id 1 --data-dir /var/lib/kvd --listen 10.0.0.1:7400 --tcp-listen 10.0.0.1:0 \
     --peers 1=10.0.0.1:7400,2=10.0.0.2:7400,3=10.0.0.3:7400 --bootstrap
 
@@ -155,6 +162,7 @@ func (s *startSettings) run(ctx context.Context, fs *pflag.FlagSet) error {
 	if err := refuseZeros(fs); err != nil {
 		return err
 	}
+	s.replicationGiven = changed(fs, "replication")
 	s.TransportsByDefault = !changed(fs, "transports", verbsflags.Prefix)
 	cfg, err := s.config(log)
 	if err != nil {
@@ -280,6 +288,12 @@ func (s *startSettings) config(log *slog.Logger) (server.Config, error) {
 			return cfg, usageError{fmt.Errorf("peer %q: want ID=HOST:PORT", p)}
 		}
 		cfg.Peers = append(cfg.Peers, server.PeerConfig{NodeID: n, Address: strings.TrimSpace(addr)})
+	}
+	if n := len(s.peers); n > 0 && s.replicationGiven && int(cfg.Replication) > n {
+		return cfg, usageError{fmt.Errorf("replication %d over %d peers: want at most as many replicas of a shard as nodes", cfg.Replication, n)}
+	}
+	if cfg.Host == "" {
+		cfg.Host, _ = os.Hostname() // without a name it is no domain
 	}
 	secure, err := server.LoadTLS(cfg.TLS, log)
 	if err != nil {

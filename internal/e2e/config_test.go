@@ -59,7 +59,11 @@ func TestStartMistakes(t *testing.T) {
 		args  []string
 		words string
 	}{
-		{[]string{"start"}, "node id 0"},
+		{[]string{"start"}, "no data directory"},
+		{[]string{"start", "--data-dir", dir, "--peers", "1=127.0.0.1:1"}, "node id 0"},
+		{[]string{"start", "--data-dir", dir, "--join", "127.0.0.1:x"}, "want HOST or HOST:PORT"},
+		{[]string{"start", "--data-dir", dir, "--join", "127.0.0.1", "--bootstrap"}, "not both"},
+		{[]string{"start", "--node-id", "1", "--data-dir", dir, "--peers", "1=127.0.0.1:1", "--replication", "3"}, "at most as many replicas of a shard as nodes"},
 		{[]string{"start", "--node-id", "1"}, "no data directory"},
 		{[]string{"start", "extra"}, "extra"},
 		{[]string{"start", "--nonsense"}, "nonsense"},

@@ -21,6 +21,331 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// NodeState is where a node stands in its life.
+type NodeState int32
+
+const (
+	NodeState_NODE_STATE_UNSPECIFIED    NodeState = 0
+	NodeState_NODE_STATE_JOINING        NodeState = 1 // it has its id, and is not known to hold group 0 yet
+	NodeState_NODE_STATE_ACTIVE         NodeState = 2
+	NodeState_NODE_STATE_DRAINING       NodeState = 3 // gives its replicas away and gets none; may become active again
+	NodeState_NODE_STATE_DECOMMISSIONED NodeState = 4 // the same for good: it goes when it is empty
+	NodeState_NODE_STATE_GONE           NodeState = 5 // it may take part in nothing; its id is never given again
+)
+
+// Enum value maps for NodeState.
+var (
+	NodeState_name = map[int32]string{
+		0: "NODE_STATE_UNSPECIFIED",
+		1: "NODE_STATE_JOINING",
+		2: "NODE_STATE_ACTIVE",
+		3: "NODE_STATE_DRAINING",
+		4: "NODE_STATE_DECOMMISSIONED",
+		5: "NODE_STATE_GONE",
+	}
+	NodeState_value = map[string]int32{
+		"NODE_STATE_UNSPECIFIED":    0,
+		"NODE_STATE_JOINING":        1,
+		"NODE_STATE_ACTIVE":         2,
+		"NODE_STATE_DRAINING":       3,
+		"NODE_STATE_DECOMMISSIONED": 4,
+		"NODE_STATE_GONE":           5,
+	}
+)
+
+func (x NodeState) Enum() *NodeState {
+	p := new(NodeState)
+	*p = x
+	return p
+}
+
+func (x NodeState) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (NodeState) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvd_v1_cluster_proto_enumTypes[0].Descriptor()
+}
+
+func (NodeState) Type() protoreflect.EnumType {
+	return &file_kvd_v1_cluster_proto_enumTypes[0]
+}
+
+func (x NodeState) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use NodeState.Descriptor instead.
+func (NodeState) EnumDescriptor() ([]byte, []int) {
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{0}
+}
+
+// NodeRecord is a node as every node of the cluster knows it. It is never deleted: that
+// is how ids are not used twice.
+type NodeRecord struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	NodeId        uint64                 `protobuf:"varint,1,opt,name=node_id,json=nodeId,proto3" json:"node_id,omitempty"`
+	Incarnation   uint64                 `protobuf:"fixed64,2,opt,name=incarnation,proto3" json:"incarnation,omitempty"` // random, drawn by the node itself before it joined
+	Address       string                 `protobuf:"bytes,3,opt,name=address,proto3" json:"address,omitempty"`           // gRPC host:port
+	Zone          string                 `protobuf:"bytes,4,opt,name=zone,proto3" json:"zone,omitempty"`                 // failure domains, from the largest to the smallest
+	Rack          string                 `protobuf:"bytes,5,opt,name=rack,proto3" json:"rack,omitempty"`
+	Host          string                 `protobuf:"bytes,6,opt,name=host,proto3" json:"host,omitempty"`
+	Version       string                 `protobuf:"bytes,7,opt,name=version,proto3" json:"version,omitempty"`
+	State         NodeState              `protobuf:"varint,8,opt,name=state,proto3,enum=kvd.v1.NodeState" json:"state,omitempty"`
+	JoinedUnixMs  int64                  `protobuf:"varint,9,opt,name=joined_unix_ms,json=joinedUnixMs,proto3" json:"joined_unix_ms,omitempty"` // 0: with the cluster's beginning
+	SinceUnixMs   int64                  `protobuf:"varint,10,opt,name=since_unix_ms,json=sinceUnixMs,proto3" json:"since_unix_ms,omitempty"`   // in this state
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NodeRecord) Reset() {
+	*x = NodeRecord{}
+	mi := &file_kvd_v1_cluster_proto_msgTypes[0]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NodeRecord) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NodeRecord) ProtoMessage() {}
+
+func (x *NodeRecord) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_cluster_proto_msgTypes[0]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NodeRecord.ProtoReflect.Descriptor instead.
+func (*NodeRecord) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{0}
+}
+
+func (x *NodeRecord) GetNodeId() uint64 {
+	if x != nil {
+		return x.NodeId
+	}
+	return 0
+}
+
+func (x *NodeRecord) GetIncarnation() uint64 {
+	if x != nil {
+		return x.Incarnation
+	}
+	return 0
+}
+
+func (x *NodeRecord) GetAddress() string {
+	if x != nil {
+		return x.Address
+	}
+	return ""
+}
+
+func (x *NodeRecord) GetZone() string {
+	if x != nil {
+		return x.Zone
+	}
+	return ""
+}
+
+func (x *NodeRecord) GetRack() string {
+	if x != nil {
+		return x.Rack
+	}
+	return ""
+}
+
+func (x *NodeRecord) GetHost() string {
+	if x != nil {
+		return x.Host
+	}
+	return ""
+}
+
+func (x *NodeRecord) GetVersion() string {
+	if x != nil {
+		return x.Version
+	}
+	return ""
+}
+
+func (x *NodeRecord) GetState() NodeState {
+	if x != nil {
+		return x.State
+	}
+	return NodeState_NODE_STATE_UNSPECIFIED
+}
+
+func (x *NodeRecord) GetJoinedUnixMs() int64 {
+	if x != nil {
+		return x.JoinedUnixMs
+	}
+	return 0
+}
+
+func (x *NodeRecord) GetSinceUnixMs() int64 {
+	if x != nil {
+		return x.SinceUnixMs
+	}
+	return 0
+}
+
+type MembersRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MembersRequest) Reset() {
+	*x = MembersRequest{}
+	mi := &file_kvd_v1_cluster_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MembersRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MembersRequest) ProtoMessage() {}
+
+func (x *MembersRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_cluster_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MembersRequest.ProtoReflect.Descriptor instead.
+func (*MembersRequest) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{1}
+}
+
+type MembersResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Members       []*MemberStatus        `protobuf:"bytes,1,rep,name=members,proto3" json:"members,omitempty"`                          // those that are gone too
+	LeaderNode    uint64                 `protobuf:"varint,2,opt,name=leader_node,json=leaderNode,proto3" json:"leader_node,omitempty"` // of group 0
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MembersResponse) Reset() {
+	*x = MembersResponse{}
+	mi := &file_kvd_v1_cluster_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MembersResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MembersResponse) ProtoMessage() {}
+
+func (x *MembersResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_cluster_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MembersResponse.ProtoReflect.Descriptor instead.
+func (*MembersResponse) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *MembersResponse) GetMembers() []*MemberStatus {
+	if x != nil {
+		return x.Members
+	}
+	return nil
+}
+
+func (x *MembersResponse) GetLeaderNode() uint64 {
+	if x != nil {
+		return x.LeaderNode
+	}
+	return 0
+}
+
+type MemberStatus struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Node          *NodeRecord            `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`
+	Live          bool                   `protobuf:"varint,2,opt,name=live,proto3" json:"live,omitempty"`   // the leader of group 0 hears it
+	Voter         bool                   `protobuf:"varint,3,opt,name=voter,proto3" json:"voter,omitempty"` // of group 0; else it learns what group 0 decides
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MemberStatus) Reset() {
+	*x = MemberStatus{}
+	mi := &file_kvd_v1_cluster_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MemberStatus) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MemberStatus) ProtoMessage() {}
+
+func (x *MemberStatus) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_cluster_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MemberStatus.ProtoReflect.Descriptor instead.
+func (*MemberStatus) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *MemberStatus) GetNode() *NodeRecord {
+	if x != nil {
+		return x.Node
+	}
+	return nil
+}
+
+func (x *MemberStatus) GetLive() bool {
+	if x != nil {
+		return x.Live
+	}
+	return false
+}
+
+func (x *MemberStatus) GetVoter() bool {
+	if x != nil {
+		return x.Voter
+	}
+	return false
+}
+
 type StatusRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -29,7 +354,7 @@ type StatusRequest struct {
 
 func (x *StatusRequest) Reset() {
 	*x = StatusRequest{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[0]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -41,7 +366,7 @@ func (x *StatusRequest) String() string {
 func (*StatusRequest) ProtoMessage() {}
 
 func (x *StatusRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[0]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -54,7 +379,7 @@ func (x *StatusRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatusRequest.ProtoReflect.Descriptor instead.
 func (*StatusRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{0}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{4}
 }
 
 type StatusResponse struct {
@@ -78,7 +403,7 @@ type StatusResponse struct {
 
 func (x *StatusResponse) Reset() {
 	*x = StatusResponse{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[1]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -90,7 +415,7 @@ func (x *StatusResponse) String() string {
 func (*StatusResponse) ProtoMessage() {}
 
 func (x *StatusResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[1]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -103,7 +428,7 @@ func (x *StatusResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatusResponse.ProtoReflect.Descriptor instead.
 func (*StatusResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{1}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *StatusResponse) GetClusterId() string {
@@ -217,7 +542,7 @@ type ShardStatus struct {
 
 func (x *ShardStatus) Reset() {
 	*x = ShardStatus{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[2]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -229,7 +554,7 @@ func (x *ShardStatus) String() string {
 func (*ShardStatus) ProtoMessage() {}
 
 func (x *ShardStatus) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[2]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -242,7 +567,7 @@ func (x *ShardStatus) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShardStatus.ProtoReflect.Descriptor instead.
 func (*ShardStatus) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{2}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ShardStatus) GetShard() uint32 {
@@ -344,7 +669,7 @@ type ArenaStatus struct {
 
 func (x *ArenaStatus) Reset() {
 	*x = ArenaStatus{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[3]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -356,7 +681,7 @@ func (x *ArenaStatus) String() string {
 func (*ArenaStatus) ProtoMessage() {}
 
 func (x *ArenaStatus) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[3]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -369,7 +694,7 @@ func (x *ArenaStatus) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ArenaStatus.ProtoReflect.Descriptor instead.
 func (*ArenaStatus) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{3}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *ArenaStatus) GetLimitBytes() uint64 {
@@ -436,7 +761,7 @@ type CreateNamespaceRequest struct {
 
 func (x *CreateNamespaceRequest) Reset() {
 	*x = CreateNamespaceRequest{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[4]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -448,7 +773,7 @@ func (x *CreateNamespaceRequest) String() string {
 func (*CreateNamespaceRequest) ProtoMessage() {}
 
 func (x *CreateNamespaceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[4]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -461,7 +786,7 @@ func (x *CreateNamespaceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateNamespaceRequest.ProtoReflect.Descriptor instead.
 func (*CreateNamespaceRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{4}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *CreateNamespaceRequest) GetName() string {
@@ -522,7 +847,7 @@ type CreateNamespaceResponse struct {
 
 func (x *CreateNamespaceResponse) Reset() {
 	*x = CreateNamespaceResponse{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[5]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -534,7 +859,7 @@ func (x *CreateNamespaceResponse) String() string {
 func (*CreateNamespaceResponse) ProtoMessage() {}
 
 func (x *CreateNamespaceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[5]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -547,7 +872,7 @@ func (x *CreateNamespaceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateNamespaceResponse.ProtoReflect.Descriptor instead.
 func (*CreateNamespaceResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{5}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *CreateNamespaceResponse) GetNamespace() *NamespaceInfo {
@@ -565,7 +890,7 @@ type ListNamespacesRequest struct {
 
 func (x *ListNamespacesRequest) Reset() {
 	*x = ListNamespacesRequest{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[6]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -577,7 +902,7 @@ func (x *ListNamespacesRequest) String() string {
 func (*ListNamespacesRequest) ProtoMessage() {}
 
 func (x *ListNamespacesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[6]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -590,7 +915,7 @@ func (x *ListNamespacesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListNamespacesRequest.ProtoReflect.Descriptor instead.
 func (*ListNamespacesRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{6}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{10}
 }
 
 type ListNamespacesResponse struct {
@@ -602,7 +927,7 @@ type ListNamespacesResponse struct {
 
 func (x *ListNamespacesResponse) Reset() {
 	*x = ListNamespacesResponse{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[7]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -614,7 +939,7 @@ func (x *ListNamespacesResponse) String() string {
 func (*ListNamespacesResponse) ProtoMessage() {}
 
 func (x *ListNamespacesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[7]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -627,7 +952,7 @@ func (x *ListNamespacesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListNamespacesResponse.ProtoReflect.Descriptor instead.
 func (*ListNamespacesResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{7}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ListNamespacesResponse) GetNamespaces() []*NamespaceInfo {
@@ -647,7 +972,7 @@ type TransferLeaderRequest struct {
 
 func (x *TransferLeaderRequest) Reset() {
 	*x = TransferLeaderRequest{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[8]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -659,7 +984,7 @@ func (x *TransferLeaderRequest) String() string {
 func (*TransferLeaderRequest) ProtoMessage() {}
 
 func (x *TransferLeaderRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[8]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -672,7 +997,7 @@ func (x *TransferLeaderRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferLeaderRequest.ProtoReflect.Descriptor instead.
 func (*TransferLeaderRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{8}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *TransferLeaderRequest) GetShard() uint32 {
@@ -697,7 +1022,7 @@ type TransferLeaderResponse struct {
 
 func (x *TransferLeaderResponse) Reset() {
 	*x = TransferLeaderResponse{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[9]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -709,7 +1034,7 @@ func (x *TransferLeaderResponse) String() string {
 func (*TransferLeaderResponse) ProtoMessage() {}
 
 func (x *TransferLeaderResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[9]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -722,7 +1047,7 @@ func (x *TransferLeaderResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferLeaderResponse.ProtoReflect.Descriptor instead.
 func (*TransferLeaderResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{9}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{13}
 }
 
 // Grant gives rights in one namespace, or in all. Admin includes read and write; admin
@@ -739,7 +1064,7 @@ type Grant struct {
 
 func (x *Grant) Reset() {
 	*x = Grant{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[10]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -751,7 +1076,7 @@ func (x *Grant) String() string {
 func (*Grant) ProtoMessage() {}
 
 func (x *Grant) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[10]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -764,7 +1089,7 @@ func (x *Grant) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Grant.ProtoReflect.Descriptor instead.
 func (*Grant) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{10}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Grant) GetNamespace() string {
@@ -809,7 +1134,7 @@ type TokenInfo struct {
 
 func (x *TokenInfo) Reset() {
 	*x = TokenInfo{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[11]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -821,7 +1146,7 @@ func (x *TokenInfo) String() string {
 func (*TokenInfo) ProtoMessage() {}
 
 func (x *TokenInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[11]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -834,7 +1159,7 @@ func (x *TokenInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenInfo.ProtoReflect.Descriptor instead.
 func (*TokenInfo) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{11}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *TokenInfo) GetId() string {
@@ -885,7 +1210,7 @@ type CreateTokenRequest struct {
 
 func (x *CreateTokenRequest) Reset() {
 	*x = CreateTokenRequest{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[12]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -897,7 +1222,7 @@ func (x *CreateTokenRequest) String() string {
 func (*CreateTokenRequest) ProtoMessage() {}
 
 func (x *CreateTokenRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[12]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -910,7 +1235,7 @@ func (x *CreateTokenRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateTokenRequest.ProtoReflect.Descriptor instead.
 func (*CreateTokenRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{12}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *CreateTokenRequest) GetId() string {
@@ -957,7 +1282,7 @@ type CreateTokenResponse struct {
 
 func (x *CreateTokenResponse) Reset() {
 	*x = CreateTokenResponse{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[13]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -969,7 +1294,7 @@ func (x *CreateTokenResponse) String() string {
 func (*CreateTokenResponse) ProtoMessage() {}
 
 func (x *CreateTokenResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[13]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -982,7 +1307,7 @@ func (x *CreateTokenResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateTokenResponse.ProtoReflect.Descriptor instead.
 func (*CreateTokenResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{13}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *CreateTokenResponse) GetToken() *TokenInfo {
@@ -1000,7 +1325,7 @@ type ListTokensRequest struct {
 
 func (x *ListTokensRequest) Reset() {
 	*x = ListTokensRequest{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[14]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1012,7 +1337,7 @@ func (x *ListTokensRequest) String() string {
 func (*ListTokensRequest) ProtoMessage() {}
 
 func (x *ListTokensRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[14]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1025,7 +1350,7 @@ func (x *ListTokensRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTokensRequest.ProtoReflect.Descriptor instead.
 func (*ListTokensRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{14}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{18}
 }
 
 type ListTokensResponse struct {
@@ -1037,7 +1362,7 @@ type ListTokensResponse struct {
 
 func (x *ListTokensResponse) Reset() {
 	*x = ListTokensResponse{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[15]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1049,7 +1374,7 @@ func (x *ListTokensResponse) String() string {
 func (*ListTokensResponse) ProtoMessage() {}
 
 func (x *ListTokensResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[15]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1062,7 +1387,7 @@ func (x *ListTokensResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTokensResponse.ProtoReflect.Descriptor instead.
 func (*ListTokensResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{15}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *ListTokensResponse) GetTokens() []*TokenInfo {
@@ -1081,7 +1406,7 @@ type RevokeTokenRequest struct {
 
 func (x *RevokeTokenRequest) Reset() {
 	*x = RevokeTokenRequest{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[16]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1093,7 +1418,7 @@ func (x *RevokeTokenRequest) String() string {
 func (*RevokeTokenRequest) ProtoMessage() {}
 
 func (x *RevokeTokenRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[16]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1106,7 +1431,7 @@ func (x *RevokeTokenRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevokeTokenRequest.ProtoReflect.Descriptor instead.
 func (*RevokeTokenRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{16}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *RevokeTokenRequest) GetId() string {
@@ -1124,7 +1449,7 @@ type RevokeTokenResponse struct {
 
 func (x *RevokeTokenResponse) Reset() {
 	*x = RevokeTokenResponse{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[17]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1136,7 +1461,7 @@ func (x *RevokeTokenResponse) String() string {
 func (*RevokeTokenResponse) ProtoMessage() {}
 
 func (x *RevokeTokenResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[17]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1149,7 +1474,7 @@ func (x *RevokeTokenResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevokeTokenResponse.ProtoReflect.Descriptor instead.
 func (*RevokeTokenResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{17}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{21}
 }
 
 type RotateKeysRequest struct {
@@ -1161,7 +1486,7 @@ type RotateKeysRequest struct {
 
 func (x *RotateKeysRequest) Reset() {
 	*x = RotateKeysRequest{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[18]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1173,7 +1498,7 @@ func (x *RotateKeysRequest) String() string {
 func (*RotateKeysRequest) ProtoMessage() {}
 
 func (x *RotateKeysRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[18]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1186,7 +1511,7 @@ func (x *RotateKeysRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RotateKeysRequest.ProtoReflect.Descriptor instead.
 func (*RotateKeysRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{18}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *RotateKeysRequest) GetNamespace() string {
@@ -1205,7 +1530,7 @@ type RotateKeysResponse struct {
 
 func (x *RotateKeysResponse) Reset() {
 	*x = RotateKeysResponse{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[19]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1217,7 +1542,7 @@ func (x *RotateKeysResponse) String() string {
 func (*RotateKeysResponse) ProtoMessage() {}
 
 func (x *RotateKeysResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[19]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1230,7 +1555,7 @@ func (x *RotateKeysResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RotateKeysResponse.ProtoReflect.Descriptor instead.
 func (*RotateKeysResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{19}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *RotateKeysResponse) GetSessions() uint32 {
@@ -1244,7 +1569,29 @@ var File_kvd_v1_cluster_proto protoreflect.FileDescriptor
 
 const file_kvd_v1_cluster_proto_rawDesc = "" +
 	"\n" +
-	"\x14kvd/v1/cluster.proto\x12\x06kvd.v1\x1a\x13kvd/v1/access.proto\"\x0f\n" +
+	"\x14kvd/v1/cluster.proto\x12\x06kvd.v1\x1a\x13kvd/v1/access.proto\"\xaa\x02\n" +
+	"\n" +
+	"NodeRecord\x12\x17\n" +
+	"\anode_id\x18\x01 \x01(\x04R\x06nodeId\x12 \n" +
+	"\vincarnation\x18\x02 \x01(\x06R\vincarnation\x12\x18\n" +
+	"\aaddress\x18\x03 \x01(\tR\aaddress\x12\x12\n" +
+	"\x04zone\x18\x04 \x01(\tR\x04zone\x12\x12\n" +
+	"\x04rack\x18\x05 \x01(\tR\x04rack\x12\x12\n" +
+	"\x04host\x18\x06 \x01(\tR\x04host\x12\x18\n" +
+	"\aversion\x18\a \x01(\tR\aversion\x12'\n" +
+	"\x05state\x18\b \x01(\x0e2\x11.kvd.v1.NodeStateR\x05state\x12$\n" +
+	"\x0ejoined_unix_ms\x18\t \x01(\x03R\fjoinedUnixMs\x12\"\n" +
+	"\rsince_unix_ms\x18\n" +
+	" \x01(\x03R\vsinceUnixMs\"\x10\n" +
+	"\x0eMembersRequest\"b\n" +
+	"\x0fMembersResponse\x12.\n" +
+	"\amembers\x18\x01 \x03(\v2\x14.kvd.v1.MemberStatusR\amembers\x12\x1f\n" +
+	"\vleader_node\x18\x02 \x01(\x04R\n" +
+	"leaderNode\"`\n" +
+	"\fMemberStatus\x12&\n" +
+	"\x04node\x18\x01 \x01(\v2\x12.kvd.v1.NodeRecordR\x04node\x12\x12\n" +
+	"\x04live\x18\x02 \x01(\bR\x04live\x12\x14\n" +
+	"\x05voter\x18\x03 \x01(\bR\x05voter\"\x0f\n" +
 	"\rStatusRequest\"\xcc\x03\n" +
 	"\x0eStatusResponse\x12\x1d\n" +
 	"\n" +
@@ -1342,7 +1689,14 @@ const file_kvd_v1_cluster_proto_rawDesc = "" +
 	"\x11RotateKeysRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\"0\n" +
 	"\x12RotateKeysResponse\x12\x1a\n" +
-	"\bsessions\x18\x01 \x01(\rR\bsessions2\xd2\x04\n" +
+	"\bsessions\x18\x01 \x01(\rR\bsessions*\xa3\x01\n" +
+	"\tNodeState\x12\x1a\n" +
+	"\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x16\n" +
+	"\x12NODE_STATE_JOINING\x10\x01\x12\x15\n" +
+	"\x11NODE_STATE_ACTIVE\x10\x02\x12\x17\n" +
+	"\x13NODE_STATE_DRAINING\x10\x03\x12\x1d\n" +
+	"\x19NODE_STATE_DECOMMISSIONED\x10\x04\x12\x13\n" +
+	"\x0fNODE_STATE_GONE\x10\x052\x8e\x05\n" +
 	"\aCluster\x127\n" +
 	"\x06Status\x12\x15.kvd.v1.StatusRequest\x1a\x16.kvd.v1.StatusResponse\x12R\n" +
 	"\x0fCreateNamespace\x12\x1e.kvd.v1.CreateNamespaceRequest\x1a\x1f.kvd.v1.CreateNamespaceResponse\x12O\n" +
@@ -1353,7 +1707,8 @@ const file_kvd_v1_cluster_proto_rawDesc = "" +
 	"ListTokens\x12\x19.kvd.v1.ListTokensRequest\x1a\x1a.kvd.v1.ListTokensResponse\x12F\n" +
 	"\vRevokeToken\x12\x1a.kvd.v1.RevokeTokenRequest\x1a\x1b.kvd.v1.RevokeTokenResponse\x12C\n" +
 	"\n" +
-	"RotateKeys\x12\x19.kvd.v1.RotateKeysRequest\x1a\x1a.kvd.v1.RotateKeysResponseB(Z&github.com/kvd-io/kvd/api/kvd/v1;kvdv1b\x06proto3"
+	"RotateKeys\x12\x19.kvd.v1.RotateKeysRequest\x1a\x1a.kvd.v1.RotateKeysResponse\x12:\n" +
+	"\aMembers\x12\x16.kvd.v1.MembersRequest\x1a\x17.kvd.v1.MembersResponseB(Z&github.com/kvd-io/kvd/api/kvd/v1;kvdv1b\x06proto3"
 
 var (
 	file_kvd_v1_cluster_proto_rawDescOnce sync.Once
@@ -1367,62 +1722,73 @@ func file_kvd_v1_cluster_proto_rawDescGZIP() []byte {
 	return file_kvd_v1_cluster_proto_rawDescData
 }
 
-var file_kvd_v1_cluster_proto_msgTypes = make([]protoimpl.MessageInfo, 20)
+var file_kvd_v1_cluster_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
+var file_kvd_v1_cluster_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
 var file_kvd_v1_cluster_proto_goTypes = []any{
-	(*StatusRequest)(nil),           // 0: kvd.v1.StatusRequest
-	(*StatusResponse)(nil),          // 1: kvd.v1.StatusResponse
-	(*ShardStatus)(nil),             // 2: kvd.v1.ShardStatus
-	(*ArenaStatus)(nil),             // 3: kvd.v1.ArenaStatus
-	(*CreateNamespaceRequest)(nil),  // 4: kvd.v1.CreateNamespaceRequest
-	(*CreateNamespaceResponse)(nil), // 5: kvd.v1.CreateNamespaceResponse
-	(*ListNamespacesRequest)(nil),   // 6: kvd.v1.ListNamespacesRequest
-	(*ListNamespacesResponse)(nil),  // 7: kvd.v1.ListNamespacesResponse
-	(*TransferLeaderRequest)(nil),   // 8: kvd.v1.TransferLeaderRequest
-	(*TransferLeaderResponse)(nil),  // 9: kvd.v1.TransferLeaderResponse
-	(*Grant)(nil),                   // 10: kvd.v1.Grant
-	(*TokenInfo)(nil),               // 11: kvd.v1.TokenInfo
-	(*CreateTokenRequest)(nil),      // 12: kvd.v1.CreateTokenRequest
-	(*CreateTokenResponse)(nil),     // 13: kvd.v1.CreateTokenResponse
-	(*ListTokensRequest)(nil),       // 14: kvd.v1.ListTokensRequest
-	(*ListTokensResponse)(nil),      // 15: kvd.v1.ListTokensResponse
-	(*RevokeTokenRequest)(nil),      // 16: kvd.v1.RevokeTokenRequest
-	(*RevokeTokenResponse)(nil),     // 17: kvd.v1.RevokeTokenResponse
-	(*RotateKeysRequest)(nil),       // 18: kvd.v1.RotateKeysRequest
-	(*RotateKeysResponse)(nil),      // 19: kvd.v1.RotateKeysResponse
-	(*Member)(nil),                  // 20: kvd.v1.Member
-	(*NamespaceInfo)(nil),           // 21: kvd.v1.NamespaceInfo
+	(NodeState)(0),                  // 0: kvd.v1.NodeState
+	(*NodeRecord)(nil),              // 1: kvd.v1.NodeRecord
+	(*MembersRequest)(nil),          // 2: kvd.v1.MembersRequest
+	(*MembersResponse)(nil),         // 3: kvd.v1.MembersResponse
+	(*MemberStatus)(nil),            // 4: kvd.v1.MemberStatus
+	(*StatusRequest)(nil),           // 5: kvd.v1.StatusRequest
+	(*StatusResponse)(nil),          // 6: kvd.v1.StatusResponse
+	(*ShardStatus)(nil),             // 7: kvd.v1.ShardStatus
+	(*ArenaStatus)(nil),             // 8: kvd.v1.ArenaStatus
+	(*CreateNamespaceRequest)(nil),  // 9: kvd.v1.CreateNamespaceRequest
+	(*CreateNamespaceResponse)(nil), // 10: kvd.v1.CreateNamespaceResponse
+	(*ListNamespacesRequest)(nil),   // 11: kvd.v1.ListNamespacesRequest
+	(*ListNamespacesResponse)(nil),  // 12: kvd.v1.ListNamespacesResponse
+	(*TransferLeaderRequest)(nil),   // 13: kvd.v1.TransferLeaderRequest
+	(*TransferLeaderResponse)(nil),  // 14: kvd.v1.TransferLeaderResponse
+	(*Grant)(nil),                   // 15: kvd.v1.Grant
+	(*TokenInfo)(nil),               // 16: kvd.v1.TokenInfo
+	(*CreateTokenRequest)(nil),      // 17: kvd.v1.CreateTokenRequest
+	(*CreateTokenResponse)(nil),     // 18: kvd.v1.CreateTokenResponse
+	(*ListTokensRequest)(nil),       // 19: kvd.v1.ListTokensRequest
+	(*ListTokensResponse)(nil),      // 20: kvd.v1.ListTokensResponse
+	(*RevokeTokenRequest)(nil),      // 21: kvd.v1.RevokeTokenRequest
+	(*RevokeTokenResponse)(nil),     // 22: kvd.v1.RevokeTokenResponse
+	(*RotateKeysRequest)(nil),       // 23: kvd.v1.RotateKeysRequest
+	(*RotateKeysResponse)(nil),      // 24: kvd.v1.RotateKeysResponse
+	(*Member)(nil),                  // 25: kvd.v1.Member
+	(*NamespaceInfo)(nil),           // 26: kvd.v1.NamespaceInfo
 }
 var file_kvd_v1_cluster_proto_depIdxs = []int32{
-	20, // 0: kvd.v1.StatusResponse.members:type_name -> kvd.v1.Member
-	2,  // 1: kvd.v1.StatusResponse.shards:type_name -> kvd.v1.ShardStatus
-	3,  // 2: kvd.v1.StatusResponse.arena:type_name -> kvd.v1.ArenaStatus
-	21, // 3: kvd.v1.CreateNamespaceResponse.namespace:type_name -> kvd.v1.NamespaceInfo
-	21, // 4: kvd.v1.ListNamespacesResponse.namespaces:type_name -> kvd.v1.NamespaceInfo
-	10, // 5: kvd.v1.TokenInfo.grants:type_name -> kvd.v1.Grant
-	10, // 6: kvd.v1.CreateTokenRequest.grants:type_name -> kvd.v1.Grant
-	11, // 7: kvd.v1.CreateTokenResponse.token:type_name -> kvd.v1.TokenInfo
-	11, // 8: kvd.v1.ListTokensResponse.tokens:type_name -> kvd.v1.TokenInfo
-	0,  // 9: kvd.v1.Cluster.Status:input_type -> kvd.v1.StatusRequest
-	4,  // 10: kvd.v1.Cluster.CreateNamespace:input_type -> kvd.v1.CreateNamespaceRequest
-	6,  // 11: kvd.v1.Cluster.ListNamespaces:input_type -> kvd.v1.ListNamespacesRequest
-	8,  // 12: kvd.v1.Cluster.TransferLeader:input_type -> kvd.v1.TransferLeaderRequest
-	12, // 13: kvd.v1.Cluster.CreateToken:input_type -> kvd.v1.CreateTokenRequest
-	14, // 14: kvd.v1.Cluster.ListTokens:input_type -> kvd.v1.ListTokensRequest
-	16, // 15: kvd.v1.Cluster.RevokeToken:input_type -> kvd.v1.RevokeTokenRequest
-	18, // 16: kvd.v1.Cluster.RotateKeys:input_type -> kvd.v1.RotateKeysRequest
-	1,  // 17: kvd.v1.Cluster.Status:output_type -> kvd.v1.StatusResponse
-	5,  // 18: kvd.v1.Cluster.CreateNamespace:output_type -> kvd.v1.CreateNamespaceResponse
-	7,  // 19: kvd.v1.Cluster.ListNamespaces:output_type -> kvd.v1.ListNamespacesResponse
-	9,  // 20: kvd.v1.Cluster.TransferLeader:output_type -> kvd.v1.TransferLeaderResponse
-	13, // 21: kvd.v1.Cluster.CreateToken:output_type -> kvd.v1.CreateTokenResponse
-	15, // 22: kvd.v1.Cluster.ListTokens:output_type -> kvd.v1.ListTokensResponse
-	17, // 23: kvd.v1.Cluster.RevokeToken:output_type -> kvd.v1.RevokeTokenResponse
-	19, // 24: kvd.v1.Cluster.RotateKeys:output_type -> kvd.v1.RotateKeysResponse
-	17, // [17:25] is the sub-list for method output_type
-	9,  // [9:17] is the sub-list for method input_type
-	9,  // [9:9] is the sub-list for extension type_name
-	9,  // [9:9] is the sub-list for extension extendee
-	0,  // [0:9] is the sub-list for field type_name
+	0,  // 0: kvd.v1.NodeRecord.state:type_name -> kvd.v1.NodeState
+	4,  // 1: kvd.v1.MembersResponse.members:type_name -> kvd.v1.MemberStatus
+	1,  // 2: kvd.v1.MemberStatus.node:type_name -> kvd.v1.NodeRecord
+	25, // 3: kvd.v1.StatusResponse.members:type_name -> kvd.v1.Member
+	7,  // 4: kvd.v1.StatusResponse.shards:type_name -> kvd.v1.ShardStatus
+	8,  // 5: kvd.v1.StatusResponse.arena:type_name -> kvd.v1.ArenaStatus
+	26, // 6: kvd.v1.CreateNamespaceResponse.namespace:type_name -> kvd.v1.NamespaceInfo
+	26, // 7: kvd.v1.ListNamespacesResponse.namespaces:type_name -> kvd.v1.NamespaceInfo
+	15, // 8: kvd.v1.TokenInfo.grants:type_name -> kvd.v1.Grant
+	15, // 9: kvd.v1.CreateTokenRequest.grants:type_name -> kvd.v1.Grant
+	16, // 10: kvd.v1.CreateTokenResponse.token:type_name -> kvd.v1.TokenInfo
+	16, // 11: kvd.v1.ListTokensResponse.tokens:type_name -> kvd.v1.TokenInfo
+	5,  // 12: kvd.v1.Cluster.Status:input_type -> kvd.v1.StatusRequest
+	9,  // 13: kvd.v1.Cluster.CreateNamespace:input_type -> kvd.v1.CreateNamespaceRequest
+	11, // 14: kvd.v1.Cluster.ListNamespaces:input_type -> kvd.v1.ListNamespacesRequest
+	13, // 15: kvd.v1.Cluster.TransferLeader:input_type -> kvd.v1.TransferLeaderRequest
+	17, // 16: kvd.v1.Cluster.CreateToken:input_type -> kvd.v1.CreateTokenRequest
+	19, // 17: kvd.v1.Cluster.ListTokens:input_type -> kvd.v1.ListTokensRequest
+	21, // 18: kvd.v1.Cluster.RevokeToken:input_type -> kvd.v1.RevokeTokenRequest
+	23, // 19: kvd.v1.Cluster.RotateKeys:input_type -> kvd.v1.RotateKeysRequest
+	2,  // 20: kvd.v1.Cluster.Members:input_type -> kvd.v1.MembersRequest
+	6,  // 21: kvd.v1.Cluster.Status:output_type -> kvd.v1.StatusResponse
+	10, // 22: kvd.v1.Cluster.CreateNamespace:output_type -> kvd.v1.CreateNamespaceResponse
+	12, // 23: kvd.v1.Cluster.ListNamespaces:output_type -> kvd.v1.ListNamespacesResponse
+	14, // 24: kvd.v1.Cluster.TransferLeader:output_type -> kvd.v1.TransferLeaderResponse
+	18, // 25: kvd.v1.Cluster.CreateToken:output_type -> kvd.v1.CreateTokenResponse
+	20, // 26: kvd.v1.Cluster.ListTokens:output_type -> kvd.v1.ListTokensResponse
+	22, // 27: kvd.v1.Cluster.RevokeToken:output_type -> kvd.v1.RevokeTokenResponse
+	24, // 28: kvd.v1.Cluster.RotateKeys:output_type -> kvd.v1.RotateKeysResponse
+	3,  // 29: kvd.v1.Cluster.Members:output_type -> kvd.v1.MembersResponse
+	21, // [21:30] is the sub-list for method output_type
+	12, // [12:21] is the sub-list for method input_type
+	12, // [12:12] is the sub-list for extension type_name
+	12, // [12:12] is the sub-list for extension extendee
+	0,  // [0:12] is the sub-list for field type_name
 }
 
 func init() { file_kvd_v1_cluster_proto_init() }
@@ -1436,13 +1802,14 @@ func file_kvd_v1_cluster_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvd_v1_cluster_proto_rawDesc), len(file_kvd_v1_cluster_proto_rawDesc)),
-			NumEnums:      0,
-			NumMessages:   20,
+			NumEnums:      1,
+			NumMessages:   24,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
 		GoTypes:           file_kvd_v1_cluster_proto_goTypes,
 		DependencyIndexes: file_kvd_v1_cluster_proto_depIdxs,
+		EnumInfos:         file_kvd_v1_cluster_proto_enumTypes,
 		MessageInfos:      file_kvd_v1_cluster_proto_msgTypes,
 	}.Build()
 	File_kvd_v1_cluster_proto = out.File

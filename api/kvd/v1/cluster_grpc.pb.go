@@ -27,6 +27,7 @@ const (
 	Cluster_ListTokens_FullMethodName      = "/kvd.v1.Cluster/ListTokens"
 	Cluster_RevokeToken_FullMethodName     = "/kvd.v1.Cluster/RevokeToken"
 	Cluster_RotateKeys_FullMethodName      = "/kvd.v1.Cluster/RotateKeys"
+	Cluster_Members_FullMethodName         = "/kvd.v1.Cluster/Members"
 )
 
 // ClusterClient is the client API for Cluster service.
@@ -50,6 +51,8 @@ type ClusterClient interface {
 	// RotateKeys registers the namespace's memory on the answering node under new keys
 	// and ends the namespace's sessions and connections there.
 	RotateKeys(ctx context.Context, in *RotateKeysRequest, opts ...grpc.CallOption) (*RotateKeysResponse, error)
+	// Members lists the nodes as group 0 knows them; the answer is its leader's.
+	Members(ctx context.Context, in *MembersRequest, opts ...grpc.CallOption) (*MembersResponse, error)
 }
 
 type clusterClient struct {
@@ -140,6 +143,16 @@ func (c *clusterClient) RotateKeys(ctx context.Context, in *RotateKeysRequest, o
 	return out, nil
 }
 
+func (c *clusterClient) Members(ctx context.Context, in *MembersRequest, opts ...grpc.CallOption) (*MembersResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(MembersResponse)
+	err := c.cc.Invoke(ctx, Cluster_Members_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // ClusterServer is the server API for Cluster service.
 // All implementations must embed UnimplementedClusterServer
 // for forward compatibility.
@@ -161,6 +174,8 @@ type ClusterServer interface {
 	// RotateKeys registers the namespace's memory on the answering node under new keys
 	// and ends the namespace's sessions and connections there.
 	RotateKeys(context.Context, *RotateKeysRequest) (*RotateKeysResponse, error)
+	// Members lists the nodes as group 0 knows them; the answer is its leader's.
+	Members(context.Context, *MembersRequest) (*MembersResponse, error)
 	mustEmbedUnimplementedClusterServer()
 }
 
@@ -194,6 +209,9 @@ func (UnimplementedClusterServer) RevokeToken(context.Context, *RevokeTokenReque
 }
 func (UnimplementedClusterServer) RotateKeys(context.Context, *RotateKeysRequest) (*RotateKeysResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method RotateKeys not implemented")
+}
+func (UnimplementedClusterServer) Members(context.Context, *MembersRequest) (*MembersResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Members not implemented")
 }
 func (UnimplementedClusterServer) mustEmbedUnimplementedClusterServer() {}
 func (UnimplementedClusterServer) testEmbeddedByValue()                 {}
@@ -360,6 +378,24 @@ func _Cluster_RotateKeys_Handler(srv interface{}, ctx context.Context, dec func(
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Cluster_Members_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(MembersRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ClusterServer).Members(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Cluster_Members_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ClusterServer).Members(ctx, req.(*MembersRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // Cluster_ServiceDesc is the grpc.ServiceDesc for Cluster service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -398,6 +434,10 @@ var Cluster_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "RotateKeys",
 			Handler:    _Cluster_RotateKeys_Handler,
+		},
+		{
+			MethodName: "Members",
+			Handler:    _Cluster_Members_Handler,
 		},
 	},
 	Streams:  []grpc.StreamDesc{},

@@ -35,6 +35,7 @@ type Command struct {
 	//	*Command_Expire
 	//	*Command_Namespace
 	//	*Command_Token
+	//	*Command_Node
 	Op            isCommand_Op `protobuf_oneof:"op"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -138,6 +139,15 @@ func (x *Command) GetToken() *TokenOp {
 	return nil
 }
 
+func (x *Command) GetNode() *NodeOp {
+	if x != nil {
+		if x, ok := x.Op.(*Command_Node); ok {
+			return x.Node
+		}
+	}
+	return nil
+}
+
 type isCommand_Op interface {
 	isCommand_Op()
 }
@@ -166,6 +176,10 @@ type Command_Token struct {
 	Token *TokenOp `protobuf:"bytes,7,opt,name=token,proto3,oneof"` // group 0 only
 }
 
+type Command_Node struct {
+	Node *NodeOp `protobuf:"bytes,8,opt,name=node,proto3,oneof"` // group 0 only
+}
+
 func (*Command_Put) isCommand_Op() {}
 
 func (*Command_Delete) isCommand_Op() {}
@@ -177,6 +191,8 @@ func (*Command_Expire) isCommand_Op() {}
 func (*Command_Namespace) isCommand_Op() {}
 
 func (*Command_Token) isCommand_Op() {}
+
+func (*Command_Node) isCommand_Op() {}
 
 type PutOp struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -671,6 +687,159 @@ func (x *TokenExpiry) GetIds() []string {
 	return nil
 }
 
+// NodeOp changes the nodes that group 0 knows. A cluster in which it was never used
+// knows those of its manifest.
+type NodeOp struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Types that are valid to be assigned to Change:
+	//
+	//	*NodeOp_Join
+	//	*NodeOp_Update
+	//	*NodeOp_Move
+	Change        isNodeOp_Change `protobuf_oneof:"change"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NodeOp) Reset() {
+	*x = NodeOp{}
+	mi := &file_kvd_v1_log_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NodeOp) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NodeOp) ProtoMessage() {}
+
+func (x *NodeOp) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_log_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NodeOp.ProtoReflect.Descriptor instead.
+func (*NodeOp) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_log_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *NodeOp) GetChange() isNodeOp_Change {
+	if x != nil {
+		return x.Change
+	}
+	return nil
+}
+
+func (x *NodeOp) GetJoin() *NodeRecord {
+	if x != nil {
+		if x, ok := x.Change.(*NodeOp_Join); ok {
+			return x.Join
+		}
+	}
+	return nil
+}
+
+func (x *NodeOp) GetUpdate() *NodeRecord {
+	if x != nil {
+		if x, ok := x.Change.(*NodeOp_Update); ok {
+			return x.Update
+		}
+	}
+	return nil
+}
+
+func (x *NodeOp) GetMove() *NodeMove {
+	if x != nil {
+		if x, ok := x.Change.(*NodeOp_Move); ok {
+			return x.Move
+		}
+	}
+	return nil
+}
+
+type isNodeOp_Change interface {
+	isNodeOp_Change()
+}
+
+type NodeOp_Join struct {
+	Join *NodeRecord `protobuf:"bytes,1,opt,name=join,proto3,oneof"` // the id is assigned when it is applied
+}
+
+type NodeOp_Update struct {
+	Update *NodeRecord `protobuf:"bytes,2,opt,name=update,proto3,oneof"` // of address, failure domains and version; id and incarnation say whose
+}
+
+type NodeOp_Move struct {
+	Move *NodeMove `protobuf:"bytes,3,opt,name=move,proto3,oneof"`
+}
+
+func (*NodeOp_Join) isNodeOp_Change() {}
+
+func (*NodeOp_Update) isNodeOp_Change() {}
+
+func (*NodeOp_Move) isNodeOp_Change() {}
+
+// NodeMove takes a node into another state.
+type NodeMove struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	NodeId        uint64                 `protobuf:"varint,1,opt,name=node_id,json=nodeId,proto3" json:"node_id,omitempty"`
+	To            NodeState              `protobuf:"varint,2,opt,name=to,proto3,enum=kvd.v1.NodeState" json:"to,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NodeMove) Reset() {
+	*x = NodeMove{}
+	mi := &file_kvd_v1_log_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NodeMove) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NodeMove) ProtoMessage() {}
+
+func (x *NodeMove) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_log_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NodeMove.ProtoReflect.Descriptor instead.
+func (*NodeMove) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_log_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *NodeMove) GetNodeId() uint64 {
+	if x != nil {
+		return x.NodeId
+	}
+	return 0
+}
+
+func (x *NodeMove) GetTo() NodeState {
+	if x != nil {
+		return x.To
+	}
+	return NodeState_NODE_STATE_UNSPECIFIED
+}
+
 type ExpireOp_Key struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	NamespaceId   uint32                 `protobuf:"varint,1,opt,name=namespace_id,json=namespaceId,proto3" json:"namespace_id,omitempty"`
@@ -682,7 +851,7 @@ type ExpireOp_Key struct {
 
 func (x *ExpireOp_Key) Reset() {
 	*x = ExpireOp_Key{}
-	mi := &file_kvd_v1_log_proto_msgTypes[9]
+	mi := &file_kvd_v1_log_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -694,7 +863,7 @@ func (x *ExpireOp_Key) String() string {
 func (*ExpireOp_Key) ProtoMessage() {}
 
 func (x *ExpireOp_Key) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_log_proto_msgTypes[9]
+	mi := &file_kvd_v1_log_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -735,7 +904,7 @@ var File_kvd_v1_log_proto protoreflect.FileDescriptor
 
 const file_kvd_v1_log_proto_rawDesc = "" +
 	"\n" +
-	"\x10kvd/v1/log.proto\x12\x06kvd.v1\x1a\x0fkvd/v1/kv.proto\x1a\x13kvd/v1/access.proto\x1a\x14kvd/v1/cluster.proto\"\xc7\x02\n" +
+	"\x10kvd/v1/log.proto\x12\x06kvd.v1\x1a\x0fkvd/v1/kv.proto\x1a\x13kvd/v1/access.proto\x1a\x14kvd/v1/cluster.proto\"\xed\x02\n" +
 	"\aCommand\x12$\n" +
 	"\x0eleader_unix_ms\x18\x01 \x01(\x03R\fleaderUnixMs\x12!\n" +
 	"\x03put\x18\x02 \x01(\v2\r.kvd.v1.PutOpH\x00R\x03put\x12*\n" +
@@ -744,7 +913,8 @@ const file_kvd_v1_log_proto_rawDesc = "" +
 	"openWriter\x12*\n" +
 	"\x06expire\x18\x05 \x01(\v2\x10.kvd.v1.ExpireOpH\x00R\x06expire\x123\n" +
 	"\tnamespace\x18\x06 \x01(\v2\x13.kvd.v1.NamespaceOpH\x00R\tnamespace\x12'\n" +
-	"\x05token\x18\a \x01(\v2\x0f.kvd.v1.TokenOpH\x00R\x05tokenB\x04\n" +
+	"\x05token\x18\a \x01(\v2\x0f.kvd.v1.TokenOpH\x00R\x05token\x12$\n" +
+	"\x04node\x18\b \x01(\v2\x0e.kvd.v1.NodeOpH\x00R\x04nodeB\x04\n" +
 	"\x02op\"\x95\x02\n" +
 	"\x05PutOp\x12!\n" +
 	"\fnamespace_id\x18\x01 \x01(\rR\vnamespaceId\x12\x10\n" +
@@ -782,7 +952,15 @@ const file_kvd_v1_log_proto_rawDesc = "" +
 	"\x04info\x18\x01 \x01(\v2\x11.kvd.v1.TokenInfoR\x04info\x12#\n" +
 	"\rsecret_sha256\x18\x02 \x01(\fR\fsecretSha256\"\x1f\n" +
 	"\vTokenExpiry\x12\x10\n" +
-	"\x03ids\x18\x01 \x03(\tR\x03idsB(Z&github.com/kvd-io/kvd/api/kvd/v1;kvdv1b\x06proto3"
+	"\x03ids\x18\x01 \x03(\tR\x03ids\"\x92\x01\n" +
+	"\x06NodeOp\x12(\n" +
+	"\x04join\x18\x01 \x01(\v2\x12.kvd.v1.NodeRecordH\x00R\x04join\x12,\n" +
+	"\x06update\x18\x02 \x01(\v2\x12.kvd.v1.NodeRecordH\x00R\x06update\x12&\n" +
+	"\x04move\x18\x03 \x01(\v2\x10.kvd.v1.NodeMoveH\x00R\x04moveB\b\n" +
+	"\x06change\"F\n" +
+	"\bNodeMove\x12\x17\n" +
+	"\anode_id\x18\x01 \x01(\x04R\x06nodeId\x12!\n" +
+	"\x02to\x18\x02 \x01(\x0e2\x11.kvd.v1.NodeStateR\x02toB(Z&github.com/kvd-io/kvd/api/kvd/v1;kvdv1b\x06proto3"
 
 var (
 	file_kvd_v1_log_proto_rawDescOnce sync.Once
@@ -796,7 +974,7 @@ func file_kvd_v1_log_proto_rawDescGZIP() []byte {
 	return file_kvd_v1_log_proto_rawDescData
 }
 
-var file_kvd_v1_log_proto_msgTypes = make([]protoimpl.MessageInfo, 10)
+var file_kvd_v1_log_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
 var file_kvd_v1_log_proto_goTypes = []any{
 	(*Command)(nil),       // 0: kvd.v1.Command
 	(*PutOp)(nil),         // 1: kvd.v1.PutOp
@@ -807,11 +985,15 @@ var file_kvd_v1_log_proto_goTypes = []any{
 	(*TokenOp)(nil),       // 6: kvd.v1.TokenOp
 	(*TokenRecord)(nil),   // 7: kvd.v1.TokenRecord
 	(*TokenExpiry)(nil),   // 8: kvd.v1.TokenExpiry
-	(*ExpireOp_Key)(nil),  // 9: kvd.v1.ExpireOp.Key
-	(*Precondition)(nil),  // 10: kvd.v1.Precondition
-	(*WriterStamp)(nil),   // 11: kvd.v1.WriterStamp
-	(*NamespaceInfo)(nil), // 12: kvd.v1.NamespaceInfo
-	(*TokenInfo)(nil),     // 13: kvd.v1.TokenInfo
+	(*NodeOp)(nil),        // 9: kvd.v1.NodeOp
+	(*NodeMove)(nil),      // 10: kvd.v1.NodeMove
+	(*ExpireOp_Key)(nil),  // 11: kvd.v1.ExpireOp.Key
+	(*Precondition)(nil),  // 12: kvd.v1.Precondition
+	(*WriterStamp)(nil),   // 13: kvd.v1.WriterStamp
+	(*NamespaceInfo)(nil), // 14: kvd.v1.NamespaceInfo
+	(*TokenInfo)(nil),     // 15: kvd.v1.TokenInfo
+	(*NodeRecord)(nil),    // 16: kvd.v1.NodeRecord
+	(NodeState)(0),        // 17: kvd.v1.NodeState
 }
 var file_kvd_v1_log_proto_depIdxs = []int32{
 	1,  // 0: kvd.v1.Command.put:type_name -> kvd.v1.PutOp
@@ -820,20 +1002,25 @@ var file_kvd_v1_log_proto_depIdxs = []int32{
 	4,  // 3: kvd.v1.Command.expire:type_name -> kvd.v1.ExpireOp
 	5,  // 4: kvd.v1.Command.namespace:type_name -> kvd.v1.NamespaceOp
 	6,  // 5: kvd.v1.Command.token:type_name -> kvd.v1.TokenOp
-	10, // 6: kvd.v1.PutOp.precondition:type_name -> kvd.v1.Precondition
-	11, // 7: kvd.v1.PutOp.writer:type_name -> kvd.v1.WriterStamp
-	10, // 8: kvd.v1.DeleteOp.precondition:type_name -> kvd.v1.Precondition
-	11, // 9: kvd.v1.DeleteOp.writer:type_name -> kvd.v1.WriterStamp
-	9,  // 10: kvd.v1.ExpireOp.keys:type_name -> kvd.v1.ExpireOp.Key
-	12, // 11: kvd.v1.NamespaceOp.create:type_name -> kvd.v1.NamespaceInfo
-	7,  // 12: kvd.v1.TokenOp.create:type_name -> kvd.v1.TokenRecord
-	8,  // 13: kvd.v1.TokenOp.expire:type_name -> kvd.v1.TokenExpiry
-	13, // 14: kvd.v1.TokenRecord.info:type_name -> kvd.v1.TokenInfo
-	15, // [15:15] is the sub-list for method output_type
-	15, // [15:15] is the sub-list for method input_type
-	15, // [15:15] is the sub-list for extension type_name
-	15, // [15:15] is the sub-list for extension extendee
-	0,  // [0:15] is the sub-list for field type_name
+	9,  // 6: kvd.v1.Command.node:type_name -> kvd.v1.NodeOp
+	12, // 7: kvd.v1.PutOp.precondition:type_name -> kvd.v1.Precondition
+	13, // 8: kvd.v1.PutOp.writer:type_name -> kvd.v1.WriterStamp
+	12, // 9: kvd.v1.DeleteOp.precondition:type_name -> kvd.v1.Precondition
+	13, // 10: kvd.v1.DeleteOp.writer:type_name -> kvd.v1.WriterStamp
+	11, // 11: kvd.v1.ExpireOp.keys:type_name -> kvd.v1.ExpireOp.Key
+	14, // 12: kvd.v1.NamespaceOp.create:type_name -> kvd.v1.NamespaceInfo
+	7,  // 13: kvd.v1.TokenOp.create:type_name -> kvd.v1.TokenRecord
+	8,  // 14: kvd.v1.TokenOp.expire:type_name -> kvd.v1.TokenExpiry
+	15, // 15: kvd.v1.TokenRecord.info:type_name -> kvd.v1.TokenInfo
+	16, // 16: kvd.v1.NodeOp.join:type_name -> kvd.v1.NodeRecord
+	16, // 17: kvd.v1.NodeOp.update:type_name -> kvd.v1.NodeRecord
+	10, // 18: kvd.v1.NodeOp.move:type_name -> kvd.v1.NodeMove
+	17, // 19: kvd.v1.NodeMove.to:type_name -> kvd.v1.NodeState
+	20, // [20:20] is the sub-list for method output_type
+	20, // [20:20] is the sub-list for method input_type
+	20, // [20:20] is the sub-list for extension type_name
+	20, // [20:20] is the sub-list for extension extendee
+	0,  // [0:20] is the sub-list for field type_name
 }
 
 func init() { file_kvd_v1_log_proto_init() }
@@ -851,6 +1038,12 @@ func file_kvd_v1_log_proto_init() {
 		(*Command_Expire)(nil),
 		(*Command_Namespace)(nil),
 		(*Command_Token)(nil),
+		(*Command_Node)(nil),
+	}
+	file_kvd_v1_log_proto_msgTypes[9].OneofWrappers = []any{
+		(*NodeOp_Join)(nil),
+		(*NodeOp_Update)(nil),
+		(*NodeOp_Move)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -858,7 +1051,7 @@ func file_kvd_v1_log_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvd_v1_log_proto_rawDesc), len(file_kvd_v1_log_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   10,
+			NumMessages:   12,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -150,7 +150,13 @@ type HelloResponse struct {
 	RecordedIncarnation uint64 `protobuf:"varint,3,opt,name=recorded_incarnation,json=recordedIncarnation,proto3" json:"recorded_incarnation,omitempty"`
 	// The boots of the caller's node id, other than the caller's own, from which the
 	// answering node receives messages.
-	OtherBoots    []uint64 `protobuf:"fixed64,4,rep,packed,name=other_boots,json=otherBoots,proto3" json:"other_boots,omitempty"`
+	OtherBoots []uint64 `protobuf:"fixed64,4,rep,packed,name=other_boots,json=otherBoots,proto3" json:"other_boots,omitempty"`
+	// What this node knows of the nodes, as of that index of group 0; unset while it
+	// knows no more than the manifest.
+	Nodes      []*NodeRecord `protobuf:"bytes,5,rep,name=nodes,proto3" json:"nodes,omitempty"`
+	NodesIndex uint64        `protobuf:"varint,6,opt,name=nodes_index,json=nodesIndex,proto3" json:"nodes_index,omitempty"`
+	// Which entries of group 0 this node's version understands; see the server.
+	Protocol      uint32 `protobuf:"varint,7,opt,name=protocol,proto3" json:"protocol,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -213,6 +219,27 @@ func (x *HelloResponse) GetOtherBoots() []uint64 {
 	return nil
 }
 
+func (x *HelloResponse) GetNodes() []*NodeRecord {
+	if x != nil {
+		return x.Nodes
+	}
+	return nil
+}
+
+func (x *HelloResponse) GetNodesIndex() uint64 {
+	if x != nil {
+		return x.NodesIndex
+	}
+	return 0
+}
+
+func (x *HelloResponse) GetProtocol() uint32 {
+	if x != nil {
+		return x.Protocol
+	}
+	return 0
+}
+
 // Manifest is what bootstrap draws, once, for the whole cluster. It is kept in
 // every node's data directory.
 type Manifest struct {
@@ -224,8 +251,10 @@ type Manifest struct {
 	Replication   uint32                 `protobuf:"varint,5,opt,name=replication,proto3" json:"replication,omitempty"`
 	Nodes         []*ManifestNode        `protobuf:"bytes,6,rep,name=nodes,proto3" json:"nodes,omitempty"`
 	CreatedUnixMs int64                  `protobuf:"varint,7,opt,name=created_unix_ms,json=createdUnixMs,proto3" json:"created_unix_ms,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	// What replication is to become when there are nodes enough; 0: it is that already.
+	WantedReplication uint32 `protobuf:"varint,8,opt,name=wanted_replication,json=wantedReplication,proto3" json:"wanted_replication,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *Manifest) Reset() {
@@ -303,6 +332,13 @@ func (x *Manifest) GetNodes() []*ManifestNode {
 func (x *Manifest) GetCreatedUnixMs() int64 {
 	if x != nil {
 		return x.CreatedUnixMs
+	}
+	return 0
+}
+
+func (x *Manifest) GetWantedReplication() uint32 {
+	if x != nil {
+		return x.WantedReplication
 	}
 	return 0
 }
@@ -983,11 +1019,211 @@ func (x *SnapshotAck) GetRefusal() string {
 	return ""
 }
 
+type JoinRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Node          *NodeRecord            `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`                     // without id and state
+	BootId        uint64                 `protobuf:"fixed64,2,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"` // by which the node is told at its address
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *JoinRequest) Reset() {
+	*x = JoinRequest{}
+	mi := &file_kvd_v1_peer_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *JoinRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*JoinRequest) ProtoMessage() {}
+
+func (x *JoinRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_peer_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use JoinRequest.ProtoReflect.Descriptor instead.
+func (*JoinRequest) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *JoinRequest) GetNode() *NodeRecord {
+	if x != nil {
+		return x.Node
+	}
+	return nil
+}
+
+func (x *JoinRequest) GetBootId() uint64 {
+	if x != nil {
+		return x.BootId
+	}
+	return 0
+}
+
+type JoinResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Manifest      *Manifest              `protobuf:"bytes,1,opt,name=manifest,proto3" json:"manifest,omitempty"`
+	NodeId        uint64                 `protobuf:"varint,2,opt,name=node_id,json=nodeId,proto3" json:"node_id,omitempty"`
+	Nodes         []*NodeRecord          `protobuf:"bytes,3,rep,name=nodes,proto3" json:"nodes,omitempty"`                              // all that there are
+	NodesIndex    uint64                 `protobuf:"varint,4,opt,name=nodes_index,json=nodesIndex,proto3" json:"nodes_index,omitempty"` // of group 0
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *JoinResponse) Reset() {
+	*x = JoinResponse{}
+	mi := &file_kvd_v1_peer_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *JoinResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*JoinResponse) ProtoMessage() {}
+
+func (x *JoinResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_peer_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use JoinResponse.ProtoReflect.Descriptor instead.
+func (*JoinResponse) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *JoinResponse) GetManifest() *Manifest {
+	if x != nil {
+		return x.Manifest
+	}
+	return nil
+}
+
+func (x *JoinResponse) GetNodeId() uint64 {
+	if x != nil {
+		return x.NodeId
+	}
+	return 0
+}
+
+func (x *JoinResponse) GetNodes() []*NodeRecord {
+	if x != nil {
+		return x.Nodes
+	}
+	return nil
+}
+
+func (x *JoinResponse) GetNodesIndex() uint64 {
+	if x != nil {
+		return x.NodesIndex
+	}
+	return 0
+}
+
+type AnnounceRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Node          *NodeRecord            `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AnnounceRequest) Reset() {
+	*x = AnnounceRequest{}
+	mi := &file_kvd_v1_peer_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AnnounceRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AnnounceRequest) ProtoMessage() {}
+
+func (x *AnnounceRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_peer_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AnnounceRequest.ProtoReflect.Descriptor instead.
+func (*AnnounceRequest) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *AnnounceRequest) GetNode() *NodeRecord {
+	if x != nil {
+		return x.Node
+	}
+	return nil
+}
+
+type AnnounceResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AnnounceResponse) Reset() {
+	*x = AnnounceResponse{}
+	mi := &file_kvd_v1_peer_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AnnounceResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AnnounceResponse) ProtoMessage() {}
+
+func (x *AnnounceResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_peer_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AnnounceResponse.ProtoReflect.Descriptor instead.
+func (*AnnounceResponse) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{20}
+}
+
 var File_kvd_v1_peer_proto protoreflect.FileDescriptor
 
 const file_kvd_v1_peer_proto_rawDesc = "" +
 	"\n" +
-	"\x11kvd/v1/peer.proto\x12\x06kvd.v1\x1a\x13kvd/v1/access.proto\"}\n" +
+	"\x11kvd/v1/peer.proto\x12\x06kvd.v1\x1a\x13kvd/v1/access.proto\x1a\x14kvd/v1/cluster.proto\"}\n" +
 	"\bIdentity\x12\x1d\n" +
 	"\n" +
 	"cluster_id\x18\x01 \x01(\tR\tclusterId\x12\x17\n" +
@@ -996,13 +1232,17 @@ const file_kvd_v1_peer_proto_rawDesc = "" +
 	"\aboot_id\x18\x04 \x01(\x04R\x06bootId\"Z\n" +
 	"\fHelloRequest\x12$\n" +
 	"\x04from\x18\x01 \x01(\v2\x10.kvd.v1.IdentityR\x04from\x12$\n" +
-	"\x0eexpect_node_id\x18\x02 \x01(\x04R\fexpectNodeId\"\xa1\x01\n" +
+	"\x0eexpect_node_id\x18\x02 \x01(\x04R\fexpectNodeId\"\x88\x02\n" +
 	"\rHelloResponse\x12$\n" +
 	"\x04self\x18\x01 \x01(\v2\x10.kvd.v1.IdentityR\x04self\x12\x16\n" +
 	"\x06active\x18\x02 \x01(\bR\x06active\x121\n" +
 	"\x14recorded_incarnation\x18\x03 \x01(\x04R\x13recordedIncarnation\x12\x1f\n" +
 	"\vother_boots\x18\x04 \x03(\x06R\n" +
-	"otherBoots\"\xec\x01\n" +
+	"otherBoots\x12(\n" +
+	"\x05nodes\x18\x05 \x03(\v2\x12.kvd.v1.NodeRecordR\x05nodes\x12\x1f\n" +
+	"\vnodes_index\x18\x06 \x01(\x04R\n" +
+	"nodesIndex\x12\x1a\n" +
+	"\bprotocol\x18\a \x01(\rR\bprotocol\"\x9b\x02\n" +
 	"\bManifest\x12\x16\n" +
 	"\x06format\x18\x01 \x01(\rR\x06format\x12\x1d\n" +
 	"\n" +
@@ -1011,7 +1251,8 @@ const file_kvd_v1_peer_proto_rawDesc = "" +
 	"\x06shards\x18\x04 \x01(\rR\x06shards\x12 \n" +
 	"\vreplication\x18\x05 \x01(\rR\vreplication\x12*\n" +
 	"\x05nodes\x18\x06 \x03(\v2\x14.kvd.v1.ManifestNodeR\x05nodes\x12&\n" +
-	"\x0fcreated_unix_ms\x18\a \x01(\x03R\rcreatedUnixMs\"c\n" +
+	"\x0fcreated_unix_ms\x18\a \x01(\x03R\rcreatedUnixMs\x12-\n" +
+	"\x12wanted_replication\x18\b \x01(\rR\x11wantedReplication\"c\n" +
 	"\fManifestNode\x12\x17\n" +
 	"\anode_id\x18\x01 \x01(\x04R\x06nodeId\x12 \n" +
 	"\vincarnation\x18\x02 \x01(\x04R\vincarnation\x12\x18\n" +
@@ -1051,13 +1292,27 @@ const file_kvd_v1_peer_proto_rawDesc = "" +
 	"\bchecksum\x18\x02 \x01(\x06R\bchecksum\"E\n" +
 	"\vSnapshotAck\x12\x1c\n" +
 	"\tinstalled\x18\x01 \x01(\bR\tinstalled\x12\x18\n" +
-	"\arefusal\x18\x02 \x01(\tR\arefusal2\x99\x02\n" +
+	"\arefusal\x18\x02 \x01(\tR\arefusal\"N\n" +
+	"\vJoinRequest\x12&\n" +
+	"\x04node\x18\x01 \x01(\v2\x12.kvd.v1.NodeRecordR\x04node\x12\x17\n" +
+	"\aboot_id\x18\x02 \x01(\x06R\x06bootId\"\xa0\x01\n" +
+	"\fJoinResponse\x12,\n" +
+	"\bmanifest\x18\x01 \x01(\v2\x10.kvd.v1.ManifestR\bmanifest\x12\x17\n" +
+	"\anode_id\x18\x02 \x01(\x04R\x06nodeId\x12(\n" +
+	"\x05nodes\x18\x03 \x03(\v2\x12.kvd.v1.NodeRecordR\x05nodes\x12\x1f\n" +
+	"\vnodes_index\x18\x04 \x01(\x04R\n" +
+	"nodesIndex\"9\n" +
+	"\x0fAnnounceRequest\x12&\n" +
+	"\x04node\x18\x01 \x01(\v2\x12.kvd.v1.NodeRecordR\x04node\"\x12\n" +
+	"\x10AnnounceResponse2\x8b\x03\n" +
 	"\x04Peer\x124\n" +
 	"\x05Hello\x12\x14.kvd.v1.HelloRequest\x1a\x15.kvd.v1.HelloResponse\x124\n" +
 	"\x05Adopt\x12\x14.kvd.v1.AdoptRequest\x1a\x15.kvd.v1.AdoptResponse\x12=\n" +
 	"\bActivate\x12\x17.kvd.v1.ActivateRequest\x1a\x18.kvd.v1.ActivateResponse\x12,\n" +
 	"\x04Raft\x12\x11.kvd.v1.RaftBatch\x1a\x0f.kvd.v1.RaftAck(\x01\x128\n" +
-	"\bSnapshot\x12\x15.kvd.v1.SnapshotChunk\x1a\x13.kvd.v1.SnapshotAck(\x01B(Z&github.com/kvd-io/kvd/api/kvd/v1;kvdv1b\x06proto3"
+	"\bSnapshot\x12\x15.kvd.v1.SnapshotChunk\x1a\x13.kvd.v1.SnapshotAck(\x01\x121\n" +
+	"\x04Join\x12\x13.kvd.v1.JoinRequest\x1a\x14.kvd.v1.JoinResponse\x12=\n" +
+	"\bAnnounce\x12\x17.kvd.v1.AnnounceRequest\x1a\x18.kvd.v1.AnnounceResponseB(Z&github.com/kvd-io/kvd/api/kvd/v1;kvdv1b\x06proto3"
 
 var (
 	file_kvd_v1_peer_proto_rawDescOnce sync.Once
@@ -1071,7 +1326,7 @@ func file_kvd_v1_peer_proto_rawDescGZIP() []byte {
 	return file_kvd_v1_peer_proto_rawDescData
 }
 
-var file_kvd_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 17)
+var file_kvd_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 21)
 var file_kvd_v1_peer_proto_goTypes = []any{
 	(*Identity)(nil),         // 0: kvd.v1.Identity
 	(*HelloRequest)(nil),     // 1: kvd.v1.HelloRequest
@@ -1090,33 +1345,47 @@ var file_kvd_v1_peer_proto_goTypes = []any{
 	(*SnapshotItem)(nil),     // 14: kvd.v1.SnapshotItem
 	(*SnapshotTrailer)(nil),  // 15: kvd.v1.SnapshotTrailer
 	(*SnapshotAck)(nil),      // 16: kvd.v1.SnapshotAck
+	(*JoinRequest)(nil),      // 17: kvd.v1.JoinRequest
+	(*JoinResponse)(nil),     // 18: kvd.v1.JoinResponse
+	(*AnnounceRequest)(nil),  // 19: kvd.v1.AnnounceRequest
+	(*AnnounceResponse)(nil), // 20: kvd.v1.AnnounceResponse
+	(*NodeRecord)(nil),       // 21: kvd.v1.NodeRecord
 }
 var file_kvd_v1_peer_proto_depIdxs = []int32{
 	0,  // 0: kvd.v1.HelloRequest.from:type_name -> kvd.v1.Identity
 	0,  // 1: kvd.v1.HelloResponse.self:type_name -> kvd.v1.Identity
-	4,  // 2: kvd.v1.Manifest.nodes:type_name -> kvd.v1.ManifestNode
-	3,  // 3: kvd.v1.AdoptRequest.manifest:type_name -> kvd.v1.Manifest
-	0,  // 4: kvd.v1.RaftBatch.from:type_name -> kvd.v1.Identity
-	10, // 5: kvd.v1.RaftBatch.messages:type_name -> kvd.v1.GroupMessage
-	13, // 6: kvd.v1.SnapshotChunk.header:type_name -> kvd.v1.SnapshotHeader
-	14, // 7: kvd.v1.SnapshotChunk.items:type_name -> kvd.v1.SnapshotItem
-	15, // 8: kvd.v1.SnapshotChunk.trailer:type_name -> kvd.v1.SnapshotTrailer
-	0,  // 9: kvd.v1.SnapshotHeader.from:type_name -> kvd.v1.Identity
-	1,  // 10: kvd.v1.Peer.Hello:input_type -> kvd.v1.HelloRequest
-	5,  // 11: kvd.v1.Peer.Adopt:input_type -> kvd.v1.AdoptRequest
-	7,  // 12: kvd.v1.Peer.Activate:input_type -> kvd.v1.ActivateRequest
-	9,  // 13: kvd.v1.Peer.Raft:input_type -> kvd.v1.RaftBatch
-	12, // 14: kvd.v1.Peer.Snapshot:input_type -> kvd.v1.SnapshotChunk
-	2,  // 15: kvd.v1.Peer.Hello:output_type -> kvd.v1.HelloResponse
-	6,  // 16: kvd.v1.Peer.Adopt:output_type -> kvd.v1.AdoptResponse
-	8,  // 17: kvd.v1.Peer.Activate:output_type -> kvd.v1.ActivateResponse
-	11, // 18: kvd.v1.Peer.Raft:output_type -> kvd.v1.RaftAck
-	16, // 19: kvd.v1.Peer.Snapshot:output_type -> kvd.v1.SnapshotAck
-	15, // [15:20] is the sub-list for method output_type
-	10, // [10:15] is the sub-list for method input_type
-	10, // [10:10] is the sub-list for extension type_name
-	10, // [10:10] is the sub-list for extension extendee
-	0,  // [0:10] is the sub-list for field type_name
+	21, // 2: kvd.v1.HelloResponse.nodes:type_name -> kvd.v1.NodeRecord
+	4,  // 3: kvd.v1.Manifest.nodes:type_name -> kvd.v1.ManifestNode
+	3,  // 4: kvd.v1.AdoptRequest.manifest:type_name -> kvd.v1.Manifest
+	0,  // 5: kvd.v1.RaftBatch.from:type_name -> kvd.v1.Identity
+	10, // 6: kvd.v1.RaftBatch.messages:type_name -> kvd.v1.GroupMessage
+	13, // 7: kvd.v1.SnapshotChunk.header:type_name -> kvd.v1.SnapshotHeader
+	14, // 8: kvd.v1.SnapshotChunk.items:type_name -> kvd.v1.SnapshotItem
+	15, // 9: kvd.v1.SnapshotChunk.trailer:type_name -> kvd.v1.SnapshotTrailer
+	0,  // 10: kvd.v1.SnapshotHeader.from:type_name -> kvd.v1.Identity
+	21, // 11: kvd.v1.JoinRequest.node:type_name -> kvd.v1.NodeRecord
+	3,  // 12: kvd.v1.JoinResponse.manifest:type_name -> kvd.v1.Manifest
+	21, // 13: kvd.v1.JoinResponse.nodes:type_name -> kvd.v1.NodeRecord
+	21, // 14: kvd.v1.AnnounceRequest.node:type_name -> kvd.v1.NodeRecord
+	1,  // 15: kvd.v1.Peer.Hello:input_type -> kvd.v1.HelloRequest
+	5,  // 16: kvd.v1.Peer.Adopt:input_type -> kvd.v1.AdoptRequest
+	7,  // 17: kvd.v1.Peer.Activate:input_type -> kvd.v1.ActivateRequest
+	9,  // 18: kvd.v1.Peer.Raft:input_type -> kvd.v1.RaftBatch
+	12, // 19: kvd.v1.Peer.Snapshot:input_type -> kvd.v1.SnapshotChunk
+	17, // 20: kvd.v1.Peer.Join:input_type -> kvd.v1.JoinRequest
+	19, // 21: kvd.v1.Peer.Announce:input_type -> kvd.v1.AnnounceRequest
+	2,  // 22: kvd.v1.Peer.Hello:output_type -> kvd.v1.HelloResponse
+	6,  // 23: kvd.v1.Peer.Adopt:output_type -> kvd.v1.AdoptResponse
+	8,  // 24: kvd.v1.Peer.Activate:output_type -> kvd.v1.ActivateResponse
+	11, // 25: kvd.v1.Peer.Raft:output_type -> kvd.v1.RaftAck
+	16, // 26: kvd.v1.Peer.Snapshot:output_type -> kvd.v1.SnapshotAck
+	18, // 27: kvd.v1.Peer.Join:output_type -> kvd.v1.JoinResponse
+	20, // 28: kvd.v1.Peer.Announce:output_type -> kvd.v1.AnnounceResponse
+	22, // [22:29] is the sub-list for method output_type
+	15, // [15:22] is the sub-list for method input_type
+	15, // [15:15] is the sub-list for extension type_name
+	15, // [15:15] is the sub-list for extension extendee
+	0,  // [0:15] is the sub-list for field type_name
 }
 
 func init() { file_kvd_v1_peer_proto_init() }
@@ -1125,13 +1394,14 @@ func file_kvd_v1_peer_proto_init() {
 		return
 	}
 	file_kvd_v1_access_proto_init()
+	file_kvd_v1_cluster_proto_init()
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvd_v1_peer_proto_rawDesc), len(file_kvd_v1_peer_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   17,
+			NumMessages:   21,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

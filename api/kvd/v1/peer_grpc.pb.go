@@ -24,6 +24,8 @@ const (
 	Peer_Activate_FullMethodName = "/kvd.v1.Peer/Activate"
 	Peer_Raft_FullMethodName     = "/kvd.v1.Peer/Raft"
 	Peer_Snapshot_FullMethodName = "/kvd.v1.Peer/Snapshot"
+	Peer_Join_FullMethodName     = "/kvd.v1.Peer/Join"
+	Peer_Announce_FullMethodName = "/kvd.v1.Peer/Announce"
 )
 
 // PeerClient is the client API for Peer service.
@@ -45,6 +47,11 @@ type PeerClient interface {
 	// Snapshot streams one group's state. The answer says that it was installed
 	// or refused.
 	Snapshot(ctx context.Context, opts ...grpc.CallOption) (grpc.ClientStreamingClient[SnapshotChunk, SnapshotAck], error)
+	// Join gives a node with an empty directory its id in the cluster. Asked again with
+	// the same incarnation it gives the same id. Any member answers.
+	Join(ctx context.Context, in *JoinRequest, opts ...grpc.CallOption) (*JoinResponse, error)
+	// Announce tells group 0 where a node is now, and of which version.
+	Announce(ctx context.Context, in *AnnounceRequest, opts ...grpc.CallOption) (*AnnounceResponse, error)
 }
 
 type peerClient struct {
@@ -111,6 +118,26 @@ func (c *peerClient) Snapshot(ctx context.Context, opts ...grpc.CallOption) (grp
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type Peer_SnapshotClient = grpc.ClientStreamingClient[SnapshotChunk, SnapshotAck]
 
+func (c *peerClient) Join(ctx context.Context, in *JoinRequest, opts ...grpc.CallOption) (*JoinResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(JoinResponse)
+	err := c.cc.Invoke(ctx, Peer_Join_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *peerClient) Announce(ctx context.Context, in *AnnounceRequest, opts ...grpc.CallOption) (*AnnounceResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(AnnounceResponse)
+	err := c.cc.Invoke(ctx, Peer_Announce_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // PeerServer is the server API for Peer service.
 // All implementations must embed UnimplementedPeerServer
 // for forward compatibility.
@@ -130,6 +157,11 @@ type PeerServer interface {
 	// Snapshot streams one group's state. The answer says that it was installed
 	// or refused.
 	Snapshot(grpc.ClientStreamingServer[SnapshotChunk, SnapshotAck]) error
+	// Join gives a node with an empty directory its id in the cluster. Asked again with
+	// the same incarnation it gives the same id. Any member answers.
+	Join(context.Context, *JoinRequest) (*JoinResponse, error)
+	// Announce tells group 0 where a node is now, and of which version.
+	Announce(context.Context, *AnnounceRequest) (*AnnounceResponse, error)
 	mustEmbedUnimplementedPeerServer()
 }
 
@@ -154,6 +186,12 @@ func (UnimplementedPeerServer) Raft(grpc.ClientStreamingServer[RaftBatch, RaftAc
 }
 func (UnimplementedPeerServer) Snapshot(grpc.ClientStreamingServer[SnapshotChunk, SnapshotAck]) error {
 	return status.Error(codes.Unimplemented, "method Snapshot not implemented")
+}
+func (UnimplementedPeerServer) Join(context.Context, *JoinRequest) (*JoinResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Join not implemented")
+}
+func (UnimplementedPeerServer) Announce(context.Context, *AnnounceRequest) (*AnnounceResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Announce not implemented")
 }
 func (UnimplementedPeerServer) mustEmbedUnimplementedPeerServer() {}
 func (UnimplementedPeerServer) testEmbeddedByValue()              {}
@@ -244,6 +282,42 @@ func _Peer_Snapshot_Handler(srv interface{}, stream grpc.ServerStream) error {
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type Peer_SnapshotServer = grpc.ClientStreamingServer[SnapshotChunk, SnapshotAck]
 
+func _Peer_Join_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(JoinRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(PeerServer).Join(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Peer_Join_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(PeerServer).Join(ctx, req.(*JoinRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Peer_Announce_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(AnnounceRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(PeerServer).Announce(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Peer_Announce_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(PeerServer).Announce(ctx, req.(*AnnounceRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // Peer_ServiceDesc is the grpc.ServiceDesc for Peer service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -262,6 +336,14 @@ var Peer_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Activate",
 			Handler:    _Peer_Activate_Handler,
+		},
+		{
+			MethodName: "Join",
+			Handler:    _Peer_Join_Handler,
+		},
+		{
+			MethodName: "Announce",
+			Handler:    _Peer_Announce_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{
