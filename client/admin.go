@@ -19,8 +19,9 @@ type Admin struct {
 	cfg  Config
 	pool *pool
 	// known gives addresses beyond the endpoints; may be nil.
-	known func() []string
-	mu    struct {
+	known   func() []string
+	leaders shardLeaders
+	mu      struct {
 		sync.Mutex
 		members map[uint64]string // addresses by node id
 	}
@@ -238,11 +239,16 @@ func adminGaveUp(ctx context.Context, failures []error) error {
 }
 
 func (a *Admin) at(ctx context.Context, addr string, f func(ctx context.Context, r *remote) error) error {
+	return a.atFor(ctx, addr, a.cfg.ConnectTimeout, f)
+}
+
+// atFor gives the call so much time.
+func (a *Admin) atFor(ctx context.Context, addr string, limit time.Duration, f func(ctx context.Context, r *remote) error) error {
 	r, err := a.pool.get(addr)
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(ctx, a.cfg.ConnectTimeout)
+	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	// What an operator asks for does not say of which cluster, so the node is asked first.
 	if a.cfg.ClusterID != "" {

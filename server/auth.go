@@ -70,6 +70,15 @@ var rules = map[string]rule{
 	kvdv1.Cluster_Members_FullMethodName:         {need: needOperator, forwarded: true},
 	kvdv1.Cluster_RotateKeys_FullMethodName:      {need: needNamespace, right: rightAdmin},
 
+	kvdv1.Backup_OpenExport_FullMethodName:    {need: needOperator},
+	kvdv1.Backup_ReadExport_FullMethodName:    {need: needOperator},
+	kvdv1.Backup_CloseExport_FullMethodName:   {need: needOperator},
+	kvdv1.Backup_Import_FullMethodName:        {need: needOperator},
+	kvdv1.Backup_ImportCluster_FullMethodName: {need: needOperator},
+
+	kvdv1.Operator_Shards_FullMethodName:  {need: needOperator},
+	kvdv1.Operator_Explain_FullMethodName: {need: needNamespaceID, right: rightRead},
+
 	kvdv1.Peer_Hello_FullMethodName:    {need: needPeer},
 	kvdv1.Peer_Adopt_FullMethodName:    {need: needPeer},
 	kvdv1.Peer_Activate_FullMethodName: {need: needPeer},

@@ -194,6 +194,15 @@ var whoMay = map[string][]string{
 	kvdv1.Cluster_Members_FullMethodName:         append([]string{whoForwards}, operators...),
 	kvdv1.Cluster_RotateKeys_FullMethodName:      {whoAdmin, whoOperates, whoRoot},
 
+	kvdv1.Backup_OpenExport_FullMethodName:    operators,
+	kvdv1.Backup_ReadExport_FullMethodName:    operators,
+	kvdv1.Backup_CloseExport_FullMethodName:   operators,
+	kvdv1.Backup_Import_FullMethodName:        operators,
+	kvdv1.Backup_ImportCluster_FullMethodName: operators,
+
+	kvdv1.Operator_Shards_FullMethodName:  operators,
+	kvdv1.Operator_Explain_FullMethodName: readers,
+
 	kvdv1.Peer_Hello_FullMethodName:    {whoNode, whoForwards},
 	kvdv1.Peer_Adopt_FullMethodName:    {whoNode, whoForwards},
 	kvdv1.Peer_Activate_FullMethodName: {whoNode, whoForwards},
@@ -372,6 +381,13 @@ func callMethod(ctx context.Context, conn *grpc.ClientConn, method string, names
 	case kvdv1.Cluster_RotateKeys_FullMethodName:
 		// Of a namespace without sessions: that of the others is needed.
 		_, err = cluster.RotateKeys(ctx, &kvdv1.RotateKeysRequest{Namespace: "a"})
+	case kvdv1.Backup_OpenExport_FullMethodName, kvdv1.Backup_ReadExport_FullMethodName, kvdv1.Backup_CloseExport_FullMethodName,
+		kvdv1.Backup_Import_FullMethodName, kvdv1.Backup_ImportCluster_FullMethodName:
+		err = callBackup(ctx, kvdv1.NewBackupClient(conn), method, namespace, k)
+	case kvdv1.Operator_Shards_FullMethodName:
+		_, err = kvdv1.NewOperatorClient(conn).Shards(ctx, &kvdv1.ShardsRequest{})
+	case kvdv1.Operator_Explain_FullMethodName:
+		_, err = kvdv1.NewOperatorClient(conn).Explain(ctx, &kvdv1.ExplainRequest{NamespaceId: namespace, Key: k})
 	case kvdv1.Peer_Hello_FullMethodName:
 		_, err = nodes.Hello(ctx, &kvdv1.HelloRequest{})
 	case kvdv1.Peer_Adopt_FullMethodName:

@@ -260,6 +260,8 @@ func (n *Node) listen() (err error) {
 	kvdv1.RegisterAccessServer(n.grpc, n)
 	kvdv1.RegisterClusterServer(n.grpc, n)
 	kvdv1.RegisterPeerServer(n.grpc, n)
+	kvdv1.RegisterBackupServer(n.grpc, newBackups(n))
+	kvdv1.RegisterOperatorServer(n.grpc, operator{n: n})
 	n.health = health.NewServer()
 	n.health.SetServingStatus("", healthpb.HealthCheckResponse_NOT_SERVING)
 	healthpb.RegisterHealthServer(n.grpc, n.health)

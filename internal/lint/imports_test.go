@@ -49,6 +49,8 @@ var importTable = []row{
 	{"internal/faults", nil},
 	// Where replicas belong: a pure function.
 	{"internal/placement", nil},
+	// The file of kvctl backup.
+	{"internal/backup", []string{"api/kvd/v1", "storage/layout"}},
 	{"internal/doctor", []string{"client", "rdma", "rdma/*"}},
 
 	// Upper packages of internal/: they run whole nodes.

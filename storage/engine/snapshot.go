@@ -19,7 +19,7 @@ func (g *Group) OpenSnapshot() (*Snapshot, error) {
 	if err != nil {
 		return nil, storeError("state", err)
 	}
-	s := &Snapshot{it: it}
+	s := &Snapshot{it: it, group: g.id}
 	key := appendGroup(nil, g.id, stateMeta)
 	if it.SeekGE(key) && string(it.Key()) == string(key) {
 		b, err := it.ValueAndErr()
@@ -41,8 +41,9 @@ func (g *Group) OpenSnapshot() (*Snapshot, error) {
 // Snapshot is a consistent view of one group; it holds memory and disk space until
 // Close. It is used by one goroutine.
 type Snapshot struct {
-	it   *pebble.Iterator
-	meta Meta
+	it    *pebble.Iterator
+	group uint64
+	meta  Meta
 }
 
 func (s *Snapshot) Meta() Meta { return s.meta.clone() }
