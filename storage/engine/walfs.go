@@ -20,6 +20,8 @@ const (
 	// Segments that are written with zeros in one run of the process. After these,
 	// Pebble recycles them.
 	preparedAtMost = 8
+	// roomFactor times a segment has to be free for one to be prepared.
+	roomFactor = 4
 )
 
 // walFS gives Pebble's write-ahead log two things:
@@ -98,7 +100,7 @@ func (w *walFS) Unwrap() vfs.FS { return w.FS }
 func (w *walFS) prepareNext(pause time.Duration) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.bytes <= 0 || w.mu.closed || w.mu.running || w.mu.ready != "" || w.mu.made >= preparedAtMost {
+	if w.bytes <= 0 || w.mu.closed || w.mu.running || w.mu.ready != "" || w.mu.made >= preparedAtMost || !w.room() {
 		return
 	}
 	w.mu.running = true
@@ -117,6 +119,13 @@ func (w *walFS) prepareNext(pause time.Duration) {
 		defer w.mu.Unlock()
 		w.mu.running, w.mu.ready = false, path
 	}()
+}
+
+// room tells whether the disk has so much that a segment more is not the end of it: the last
+// of a disk is for what was acknowledged. A file system that can not tell has room.
+func (w *walFS) room() bool {
+	u, err := w.FS.GetDiskUsage(w.dir)
+	return err != nil || u.AvailBytes >= uint64(roomFactor*w.bytes)
 }
 
 func (w *walFS) fill(path string, pause time.Duration) error {
