@@ -159,6 +159,11 @@ func TestVerdicts(t *testing.T) {
 			s.op(1, 3, 4, history.Op{Kind: history.Swap, Value: 2, Expect: 10, Version: 12})
 			s.op(2, 3, 4, history.Op{Kind: history.Swap, Value: 3, Expect: 10, Version: 13})
 		}, []string{KindLinearizable}},
+		{"register: a conflict names what had been replaced", func(s *script) {
+			s.op(1, 1, 2, put(1, 10))
+			s.op(1, 3, 4, put(2, 11))
+			s.op(2, 5, 6, history.Op{Kind: history.Swap, Value: 3, Expect: 9, Outcome: history.Conflict, Version: 10})
+		}, []string{KindLinearizable}},
 		{"register: a conflict that was none", func(s *script) {
 			s.op(1, 1, 2, put(1, 10))
 			s.op(1, 3, 4, history.Op{Kind: history.Swap, Value: 2, Expect: 10, Version: 10, Outcome: history.Conflict})
