@@ -211,8 +211,8 @@ func (g *Group) ReadIndex(ctx context.Context) (index uint64, err error) {
 }
 
 // TransferLeader hands leadership to a voter and returns when this replica knows
-// it to lead. Proposals are refused meanwhile. ErrNotLeader: this replica did not
-// lead. ErrTransfer: after two election timeouts, or because another was elected.
+// it to lead. What is under way is finished first, for half an election timeout at
+// most; new proposals are refused meanwhile. ErrNotLeader: this replica did not lead. ErrTransfer: after two election timeouts, or because another was elected.
 func (g *Group) TransferLeader(ctx context.Context, to NodeID) error {
 	if err := ctx.Err(); err != nil {
 		return err

@@ -87,6 +87,7 @@ func (g *Group) stepAllLocked(p *pass, in work) error {
 		g.beginReadsLocked(in.reads)
 		g.proposeLocked(in.proposals)
 	}
+	g.beginHandoverLocked()
 	return nil
 }
 
@@ -132,12 +133,17 @@ func (g *Group) tickLocked() {
 // one append for them.
 func (g *Group) proposeLocked(all []*proposal) {
 	batch := all[:0]
+	to := g.handingOverLocked()
 	for _, w := range all {
 		if w.gone {
 			continue
 		}
 		if g.mu.core.leadTerm == 0 {
 			w.answer(outcome{err: ErrNotLeader})
+			continue
+		}
+		if to != 0 {
+			w.answer(outcome{err: fmt.Errorf("%w: leadership is about to be handed to node %d", ErrNotLeader, to)})
 			continue
 		}
 		if w.conf != nil {

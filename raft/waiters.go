@@ -235,6 +235,8 @@ func (g *Group) confirmReadLocked(ctx []byte, index uint64) {
 // transfer waits for another replica to lead.
 type transfer struct {
 	to       NodeID
+	begun    bool   // the core was told
+	patience uint64 // in ticks of the group: it is told then, whatever is under way
 	deadline uint64 // in ticks of the group
 	done     chan error
 }
@@ -250,9 +252,32 @@ func (g *Group) beginTransferLocked(t *transfer) {
 		t.done <- fmt.Errorf("raft: group %d: node %d is not a voter: %w", g.id, t.to, ErrTransfer)
 	default:
 		t.deadline = c.ticks + 2*uint64(g.h.cfg.ElectionTicks)
+		t.patience = c.ticks + uint64(g.h.cfg.ElectionTicks)/2
 		g.mu.handover = append(g.mu.handover, t)
-		g.core.TransferLeader(uint64(t.to))
 	}
+}
+
+// beginHandoverLocked tells the core of transfers, once everything that was proposed is
+// applied: what is under way when leadership goes has an unknown outcome. Nothing new is
+// taken meanwhile.
+func (g *Group) beginHandoverLocked() {
+	c := &g.mu.core
+	for _, t := range g.mu.handover {
+		if !t.begun && c.leadTerm != 0 && (len(g.mu.waiters) == 0 || c.ticks >= t.patience) {
+			t.begun = true
+			g.core.TransferLeader(uint64(t.to))
+		}
+	}
+}
+
+// handingOverLocked is the node to which leadership is about to go, or 0.
+func (g *Group) handingOverLocked() NodeID {
+	for _, t := range g.mu.handover {
+		if !t.begun {
+			return t.to
+		}
+	}
+	return 0
 }
 
 // leaveToOthersLocked hands leadership to the follower that has most of the log.
