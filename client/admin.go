@@ -365,14 +365,24 @@ func decodeNamespace(n *kvdv1.NamespaceInfo) Namespace {
 }
 
 // TransferLeader moves a shard's leadership to another of its voters; shard 0 is
-// the cluster's own.
+// the cluster's own. It tries until ctx ends. Errors: ErrInvalid (the node is none of the
+// voters), ErrUnavailable (the node can not lead now, or did not take over), ErrDenied.
 func (a *Admin) TransferLeader(ctx context.Context, shard uint32, toNode uint64) error {
 	ctx, cancel := a.withDeadline(ctx)
 	defer cancel()
-	return a.anywhere(ctx, "transfer leader", func(ctx context.Context, r *remote) error {
+	var said error // by the leader, why not now
+	err := a.anywhere(ctx, "transfer leader", func(ctx context.Context, r *remote) error {
 		_, err := r.cluster.TransferLeader(ctx, &kvdv1.TransferLeaderRequest{Shard: shard, ToNode: toNode})
-		return rpcFailed(r.addr, err)
+		err = rpcFailed(r.addr, err)
+		if reasonOf(err) == kvdv1.ErrorDetail_REASON_NOT_READY {
+			said = err
+		}
+		return err
 	})
+	if errors.Is(err, ErrUnavailable) && said != nil {
+		return fmt.Errorf("transfer leader: %w", said)
+	}
+	return err
 }
 
 // admin uses the Client's connections.

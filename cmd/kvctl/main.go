@@ -143,7 +143,7 @@ problems.`,
 	}
 	complete("transport", transports...)
 	complete("output", "table", "json")
-	root.AddCommand(newGet(s), newPut(s), newDel(s), newLs(s), newNamespace(s), newToken(s), newStatus(s), newDoctor(s), newBackup(s), newRestore(s))
+	root.AddCommand(newGet(s), newPut(s), newDel(s), newLs(s), newNamespace(s), newToken(s), newStatus(s), newDoctor(s), newBackup(s), newRestore(s), newShards(s), newTransfer(s), newExplain(s))
 	return root
 }
 
