@@ -306,6 +306,11 @@ func (l *link) pause(ctx context.Context, d time.Duration) bool {
 	return false
 }
 
+// keepNothing: as the peer answers nothing before the end of a stream, gRPC would keep the
+// first 256 KiB of what was sent, a small object or three for each heartbeat, to send it
+// again by itself. Here whoever sends decides that.
+var keepNothing = grpc.MaxRetryRPCBufferSize(0)
+
 func (l *link) stream(ctx context.Context) error {
 	conn, err := l.peers.connTo(l.to)
 	if err != nil {
@@ -313,7 +318,7 @@ func (l *link) stream(ctx context.Context) error {
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	s, err := kvdv1.NewPeerClient(conn).Raft(ctx)
+	s, err := kvdv1.NewPeerClient(conn).Raft(ctx, keepNothing)
 	if err != nil {
 		return err
 	}

@@ -88,7 +88,7 @@ func (p *peers) streamSnapshot(ctx context.Context, to raft.NodeID, g raft.Group
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	s, err := kvdv1.NewPeerClient(conn).Snapshot(ctx)
+	s, err := kvdv1.NewPeerClient(conn).Snapshot(ctx, keepNothing)
 	if err != nil {
 		return 0, err
 	}
