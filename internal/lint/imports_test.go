@@ -29,7 +29,7 @@ var importTable = []row{
 	{"storage/arena", []string{"rdma", "storage/layout"}},
 	{"storage/engine", []string{"api/kvd/v1"}},
 	{"raft", []string{"api/kvd/v1"}},
-	{"server", []string{"api/kvd/v1", "rdma", "rdma/*", "storage/*", "raft"}},
+	{"server", []string{"api/kvd/v1", "rdma", "rdma/*", "storage/*", "raft", "internal/gossip", "internal/placement"}},
 	{"client", []string{"api/kvd/v1", "rdma", "rdma/*", "storage/layout"}},
 	{"client/clientprom", []string{"client"}},
 	{"cmd/kvd", []string{"*"}},
@@ -47,6 +47,8 @@ var importTable = []row{
 	{"internal/verbsflags", []string{"rdma/verbs"}},
 	// Disk and clock that misbehave on order.
 	{"internal/faults", nil},
+	// Who seems to live, and where.
+	{"internal/gossip", []string{"api/kvd/v1"}},
 	// Where replicas belong: a pure function.
 	{"internal/placement", nil},
 	// The file of kvctl backup.
