@@ -44,8 +44,10 @@ func (s *session) short() string { return hex.EncodeToString([]byte(s.id[:4])) }
 const (
 	// maxSessions of a node, and maxConnections of one session: what a client can make
 	// a node hold.
-	maxSessions    = 1 << 14
-	maxConnections = 256
+	maxSessions = 1 << 14
+	// maxSessionsOwned is what one token can take of them.
+	maxSessionsOwned = maxSessions / 2
+	maxConnections   = 256
 	// maxClientName is in bytes.
 	maxClientName = 256
 	// What one call costs is bounded by what it may ask for.
@@ -127,6 +129,8 @@ type sessions struct {
 	mu struct {
 		sync.Mutex
 		byID map[string]*session
+		// owned counts them by tokens; no entry for none.
+		owned map[string]int
 		// ended is closed and made anew when a session ends.
 		ended chan struct{}
 	}
@@ -134,7 +138,7 @@ type sessions struct {
 
 func newSessions() *sessions {
 	s := &sessions{}
-	s.mu.byID, s.mu.ended = map[string]*session{}, make(chan struct{})
+	s.mu.byID, s.mu.owned, s.mu.ended = map[string]*session{}, map[string]int{}, make(chan struct{})
 	return s
 }
 
@@ -153,6 +157,12 @@ func (s *sessions) open(client string, c *caller, ns *kvdv1.NamespaceInfo) (*ses
 	if len(s.mu.byID) >= maxSessions {
 		return nil, failDetail(&kvdv1.ErrorDetail{Reason: kvdv1.ErrorDetail_REASON_EXHAUSTED, RetryAfterMs: 1000}, "this node has %d sessions, the limit: share a client in each process", maxSessions)
 	}
+	if x.owner != "" {
+		if s.mu.owned[x.owner] >= maxSessionsOwned {
+			return nil, failDetail(&kvdv1.ErrorDetail{Reason: kvdv1.ErrorDetail_REASON_EXHAUSTED, RetryAfterMs: 1000}, "token %s has %d sessions with this node, the limit of one token: share a client in each process", c.token.name(), maxSessionsOwned)
+		}
+		s.mu.owned[x.owner]++
+	}
 	s.mu.byID[x.id] = x
 	return x, nil
 }
@@ -162,6 +172,11 @@ func (s *sessions) open(client string, c *caller, ns *kvdv1.NamespaceInfo) (*ses
 func (s *sessions) close(x *session) {
 	x.close()
 	s.mu.Lock()
+	if s.mu.byID[x.id] != nil && x.owner != "" {
+		if s.mu.owned[x.owner]--; s.mu.owned[x.owner] == 0 {
+			delete(s.mu.owned, x.owner)
+		}
+	}
 	delete(s.mu.byID, x.id)
 	close(s.mu.ended)
 	s.mu.ended = make(chan struct{})

@@ -433,6 +433,13 @@ func (n *Node) guardUnary(ctx context.Context, req any, info *grpc.UnaryServerIn
 	if err := n.authorize(ctx, c, r, req); err != nil {
 		return nil, n.refused(ctx, info.FullMethod, err)
 	}
+	if r.need != needNothing { // health answers whatever the load
+		leave, err := n.load.enter(c, costOf(req))
+		if err != nil {
+			return nil, err
+		}
+		defer leave()
+	}
 	return handler(ctx, req)
 }
 
@@ -443,6 +450,11 @@ func (n *Node) guardStream(srv any, ss grpc.ServerStream, info *grpc.StreamServe
 	if err != nil {
 		return err
 	}
+	leave, err := n.load.enter(c, loadLimits{streams: 1})
+	if err != nil {
+		return err
+	}
+	defer leave()
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	if c.token != nil {

@@ -88,6 +88,47 @@ func TestDiskFills(t *testing.T) {
 	require.Eventually(t, func() bool { return put() == nil }, time.Minute, 10*time.Millisecond)
 }
 
+// The leader of three whose disk hangs for longer than an election timeout hands over:
+// writes go on at another node while the disk still hangs.
+func TestStalledLeaderHandsOver(t *testing.T) {
+	var sockets []string
+	var disks []*faults.Listener
+	for range 3 {
+		socket := filepath.Join(t.TempDir(), "chaos")
+		l, err := faults.Listen(socket)
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, l.Close()) })
+		sockets, disks = append(sockets, socket), append(disks, l)
+	}
+	c := startCluster(t, 3, 1, func(cfg *Config) { cfg.FS = disks[cfg.NodeID-1].Disk })
+	_, err := c.put("key", "before", nil)
+	require.NoError(t, err)
+	leader := c.leaderOf(1)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	order := func(o faults.Order) {
+		_, err := faults.Send(ctx, sockets[leader], o)
+		require.NoError(t, err)
+	}
+	order(faults.Order{StallSync: true})
+	defer order(faults.Order{})
+	go func() { // something to sync
+		_, _ = c.kv(leader).Put(ctx, &kvdv1.PutRequest{NamespaceId: 1, Key: []byte("stuck"), Value: []byte("x")})
+	}()
+	require.Eventually(t, func() bool {
+		for i := range c.nodes {
+			if i == leader {
+				continue
+			}
+			if _, err := c.kv(i).Put(ctx, &kvdv1.PutRequest{NamespaceId: 1, Key: []byte("key"), Value: []byte("after")}); err == nil {
+				return true
+			}
+		}
+		return false
+	}, time.Minute, 5*time.Millisecond, "writes do not go on")
+	require.Zero(t, c.nodes[leader].shards[1].servedTerm())
+}
+
 // A sync that hangs acknowledges nothing until it is done; a slow disk is only slow; and
 // the clock is what it is told to be.
 func TestHangingSyncAndClock(t *testing.T) {

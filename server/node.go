@@ -76,6 +76,7 @@ type Node struct {
 	doubted  atomic.Bool   // another process may be this node: see beginDoubt
 	calls    *gate         // unary calls in progress
 	writes   *gate         // proposals in progress
+	load     *load         // of clients
 	stopping chan struct{} // closed when sessions are to end
 	deaf     chan struct{} // closed when peers' streams are to end
 	fatal    chan error    // capacity 1: what stopped the node
@@ -112,7 +113,7 @@ func Start(ctx context.Context, cfg Config) (*Node, error) {
 func newNode(cfg Config, bootID uint64) *Node {
 	n := &Node{
 		cfg: cfg, log: cfg.Logger, bootID: bootID, started: cfg.Clock.Now(),
-		activated: make(chan struct{}, 1), calls: newGate(), writes: newGate(), stopping: make(chan struct{}), deaf: make(chan struct{}), fatal: make(chan error, 1),
+		activated: make(chan struct{}, 1), calls: newGate(), writes: newGate(), load: newLoad(defaultLoadLimits), stopping: make(chan struct{}), deaf: make(chan struct{}), fatal: make(chan error, 1),
 		stewardWake: make(chan struct{}, 1),
 		sessions:    newSessions(), metrics: newMetrics(), leaders: newLeaderNews(), shards: map[uint32]*shard{},
 		disk: newDiskWatch(cfg.FS, cfg.DataDir, cfg.MinFreeDisk),

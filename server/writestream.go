@@ -174,7 +174,13 @@ var writeMethod = &grpc.UnaryServerInfo{FullMethod: kvdv1.KV_Write_FullMethodNam
 
 // writeFrame has the form of a call's handler.
 func (n *Node) writeFrame(ctx context.Context, req any) (any, error) {
-	switch op := req.(*kvdv1.WriteFrame).GetOp().(type) {
+	frame := req.(*kvdv1.WriteFrame)
+	leave, err := n.load.enter(callerOf(ctx), costOf(frame))
+	if err != nil {
+		return nil, err
+	}
+	defer leave()
+	switch op := frame.GetOp().(type) {
 	case *kvdv1.WriteFrame_Put:
 		if err := n.admitFrame(ctx, op.Put.GetNamespaceId()); err != nil {
 			return nil, err
