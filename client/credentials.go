@@ -132,9 +132,22 @@ func newBearer(cfg *Config) (*bearer, error) {
 		if err := b.readLocked(); err != nil {
 			return nil, err
 		}
+		if why := OpenSecret(b.file); why != "" {
+			b.log.Warn(why)
+		}
 		return b, nil
 	}
 	return b, checkToken("Config.Token", cfg.Token)
+}
+
+// OpenSecret is a sentence about a file of a token or of a private key that others than
+// its owner can read; "" where all is well, or the file can not be looked at.
+func OpenSecret(file string) string {
+	info, err := os.Stat(file)
+	if err != nil || !info.Mode().IsRegular() || info.Mode().Perm()&0o077 == 0 {
+		return ""
+	}
+	return fmt.Sprintf("%s has mode %04o, so others than its owner can read it: chmod 600 %s, and take what it holds for known", file, info.Mode().Perm(), file)
 }
 
 // checkToken keeps out what could not be sent as it is.

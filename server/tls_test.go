@@ -250,6 +250,32 @@ func TestEndOfCertificateIsTold(t *testing.T) {
 	require.Equal(t, 1, said.count("the certificate has expired"))
 }
 
+// A private key that others can read is used, and told of: at the start, and when it is
+// read again.
+func TestOpenKeyIsTold(t *testing.T) {
+	nodes, said := newAuthority(t, "nodes"), &lines{}
+	cfg := nodes.files(t.TempDir(), "127.0.0.1")
+	log := slog.New(slog.NewTextHandler(said, nil))
+	const words = "others than its owner can use the private key"
+	_, err := LoadTLS(cfg, log)
+	require.NoError(t, err)
+	require.Zero(t, said.count(words))
+	require.NoError(t, os.Chmod(cfg.KeyFile, 0o644))
+	files, err := LoadTLS(cfg, log)
+	require.NoError(t, err)
+	require.Equal(t, 1, said.count(words))
+	require.Equal(t, 1, said.count("mode=0644"))
+	write(t, cfg.KeyFile, append(mustRead(t, cfg.KeyFile), '\n'))
+	files.material()
+	require.Equal(t, 1, said.count(words), "the new one is for its owner alone")
+}
+
+func mustRead(t testing.TB, file string) []byte {
+	b, err := os.ReadFile(file)
+	require.NoError(t, err)
+	return b
+}
+
 func TestOptionalClientCertificates(t *testing.T) {
 	nodes, clients, others := newAuthority(t, "nodes"), newAuthority(t, "clients"), newAuthority(t, "others")
 	dir := t.TempDir()

@@ -146,7 +146,16 @@ func LoadTLS(cfg TLSConfig, log *slog.Logger) (*TLS, error) {
 		return nil, fmt.Errorf("%w: TLS: %w", ErrConfig, err)
 	}
 	t.mu.current.warnOfEnd(log, cfg.CertFile)
+	warnOfReaders(log, cfg.KeyFile)
 	return t, nil
+}
+
+// warnOfReaders tells of a private key that others can read. It is used all the same:
+// who mounts keys into containers can not always choose the mode.
+func warnOfReaders(log *slog.Logger, file string) {
+	if info, err := os.Stat(file); err == nil && info.Mode().Perm()&0o077 != 0 {
+		log.Warn("TLS: others than its owner can use the private key: chmod 600 it, and if others could read it, renew it", "file", file, "mode", fmt.Sprintf("%04o", info.Mode().Perm()))
+	}
 }
 
 // renewBefore a certificate's end is when a node starts to say so.
@@ -196,6 +205,7 @@ func (t *TLS) material() *tlsMaterial {
 	}
 	t.mu.current = next
 	next.warnOfEnd(t.log, t.cfg.CertFile)
+	warnOfReaders(t.log, t.cfg.KeyFile)
 	t.log.Info("TLS: the files were read again", "certificate", t.cfg.CertFile, "until", next.leaf.NotAfter)
 	return next
 }

@@ -222,3 +222,31 @@ func TestRestoreGoesOn(t *testing.T) {
 	require.Len(t, n.took, 45)
 	require.Contains(t, string(out), fmt.Sprintf(`"present_same": %d`, some))
 }
+
+// A token's file that others can read is used, and told of.
+func TestOpenTokenFile(t *testing.T) {
+	n := newFakeNode(t)
+	file := filepath.Join(t.TempDir(), "token")
+	require.NoError(t, os.WriteFile(file, []byte("kvd_x"), 0o600))
+	_, errOut, err := n.run(t, nil, "--token-file", file, "status")
+	require.NoError(t, err)
+	require.Empty(t, string(errOut))
+	require.NoError(t, os.Chmod(file, 0o640))
+	_, errOut, err = n.run(t, nil, "--token-file", file, "status")
+	require.NoError(t, err)
+	require.Contains(t, string(errOut), "has mode 0640, so others than its owner can read it: chmod 600")
+	require.Equal(t, 1, bytes.Count(errOut, []byte("\n")))
+}
+
+// A node that is reached and says nothing is given up after --connect-timeout, whatever
+// the whole command may take.
+func TestConnectTimeout(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0") // the kernel takes connections for it
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, l.Close()) })
+	n := &fakeNode{addr: l.Addr().String()}
+	_, _, err = n.run(t, nil, "--timeout", "1h", "--connect-timeout", "100ms", "status")
+	require.ErrorIs(t, err, client.ErrUnavailable)
+	_, _, err = n.run(t, nil, "--connect-timeout", "0s", "status")
+	require.ErrorContains(t, err, "want more than 0")
+}

@@ -2,6 +2,8 @@ package main
 
 import (
 	"crypto/tls"
+	"fmt"
+	"io"
 	"os"
 
 	"github.com/spf13/pflag"
@@ -38,9 +40,14 @@ func (c *credentials) addFlags(fs *pflag.FlagSet) {
 
 // load reads the files of TLS, if there is to be any. A flag for the token's file wins over
 // the environment's token.
-func (c *credentials) load() error {
+func (c *credentials) load(warn io.Writer) error {
 	if c.tokenFile != "" {
 		c.token = ""
+	}
+	for _, file := range []string{c.tokenFile, c.files.Key} {
+		if why := client.OpenSecret(file); file != "" && why != "" {
+			_, _ = fmt.Fprintln(warn, "kvctl: warning:", why)
+		}
 	}
 	if !c.tls && c.files == (client.TLSFiles{}) {
 		if c.requireTLS {

@@ -53,7 +53,7 @@ nodes with paths: transport, usable, reason, detail, confidential, connect_ns, p
 				wish.ArenaBytes = n
 			}
 			wish.RequireRDMA = s.rdma
-			if err := devices.Validate(); err != nil {
+			if err := verbsflags.Validate(devices); err != nil {
 				return usageError{err}
 			}
 			report := doctor.Here(version, devices, wish)

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"os"
 	"os/signal"
@@ -88,8 +89,10 @@ type settings struct {
 	transport string
 	rdma      bool
 	timeout   time.Duration
-	output    string
-	verbose   bool
+	// connectTimeout is for each attempt to reach one node.
+	connectTimeout time.Duration
+	output         string
+	verbose        bool
 	credentials
 }
 
@@ -115,8 +118,8 @@ problems.`,
 		Version:       fmt.Sprintf("%s (commit %s)", version, commit),
 		SilenceUsage:  true,
 		SilenceErrors: true,
-		PersistentPreRunE: func(*cobra.Command, []string) error {
-			return s.check()
+		PersistentPreRunE: func(cmd *cobra.Command, _ []string) error {
+			return s.check(cmd.ErrOrStderr())
 		},
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) > 0 {
@@ -135,6 +138,7 @@ problems.`,
 	fs.StringVar(&s.transport, "transport", "auto", "how to read: "+strings.Join(transports, ", "))
 	fs.BoolVar(&s.rdma, "require-rdma", false, "fail unless every node that answers is read by an RDMA device")
 	fs.DurationVar(&s.timeout, "timeout", 10*time.Second, "for the whole command")
+	fs.DurationVar(&s.connectTimeout, "connect-timeout", 2*time.Second, "for each attempt to reach one node")
 	fs.StringVarP(&s.output, "output", "o", "table", "table or json")
 	s.addFlags(fs)
 	fs.BoolVarP(&s.verbose, "verbose", "v", false, "log to standard error, and show how a read was answered")
@@ -154,7 +158,7 @@ func endpointsFromEnv() []string {
 	return []string{"127.0.0.1:7400"}
 }
 
-func (s *settings) check() error {
+func (s *settings) check(warn io.Writer) error {
 	switch s.output {
 	case "table", "json":
 	default:
@@ -166,13 +170,16 @@ func (s *settings) check() error {
 	if s.timeout <= 0 {
 		return usagef("--timeout %v: want more than 0", s.timeout)
 	}
-	return s.load()
+	if s.connectTimeout <= 0 {
+		return usagef("--connect-timeout %v: want more than 0", s.connectTimeout)
+	}
+	return s.load(warn)
 }
 
 func (s *settings) config() client.Config {
 	cfg := client.Config{
 		Endpoints: s.endpoints, Namespace: s.namespace, ClusterID: s.clusterID, Transport: s.transport, RequireRDMA: s.rdma,
-		DialTimeout: s.timeout, CallTimeout: s.timeout,
+		DialTimeout: s.timeout, CallTimeout: s.timeout, ConnectTimeout: s.connectTimeout,
 	}
 	s.apply(&cfg)
 	if s.verbose {

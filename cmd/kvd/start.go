@@ -334,7 +334,7 @@ func (s *startSettings) providers(secure *server.TLS) ([]rdma.Provider, error) {
 		case "verbs":
 			p := s.verbs
 			p.PreferAddress = s.ownAddress()
-			if err := p.Validate(); err != nil {
+			if err := verbsflags.Validate(p); err != nil {
 				return nil, usageError{err}
 			}
 			out = append(out, p)

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -46,6 +47,31 @@ func Define(fs *pflag.FlagSet, p *verbs.Provider) {
 	d(&p.ReadTimeout, "read-timeout", "ends a queue pair on which READs are outstanding and nothing completes (default 5s)")
 	d(&p.AcceptTimeout, "accept-timeout", "how long a client has to connect (default 10s)")
 	d(&p.RescanInterval, "rescan", "how often devices that went or came are looked for (default 1s)")
+}
+
+// flagOf names the flag of each field that Validate looks at.
+var flagOf = map[string]string{
+	"Devices": "devices", "DenyDevices": "deny-devices", "Port": "port", "GIDIndexes": "gid-index", "GIDAddresses": "gid-address", "PKey": "pkey",
+	"MaxMTU": "max-mtu", "MaxReadDepth": "max-read-depth", "TrafficClass": "traffic-class", "ServiceLevel": "service-level", "Timeout": "timeout",
+	"Retry": "retry", "MinRNRTimer": "min-rnr-timer", "CMPort": "cm-port", "MaxQueuePairs": "max-queue-pairs", "QueueDepth": "queue-depth",
+	"MaxInFlight": "max-in-flight", "BounceBytes": "bounce", "SpinTime": "spin", "ReadTimeout": "read-timeout", "AcceptTimeout": "accept-timeout",
+	"RescanInterval": "rescan",
+}
+
+// Validate is the provider's, with the names of the flags in place of the fields'.
+func Validate(p verbs.Provider) error {
+	err := p.Validate()
+	all := []error{err}
+	if joined, ok := err.(interface{ Unwrap() []error }); ok {
+		all = slices.Clone(joined.Unwrap()) // the slice is the error's
+	}
+	for i, e := range all {
+		var f *verbs.FieldError
+		if errors.As(e, &f) && flagOf[f.Field] != "" {
+			all[i] = fmt.Errorf("--%s%s is %v: want %s", Prefix, flagOf[f.Field], f.Got, f.Want)
+		}
+	}
+	return errors.Join(all...)
 }
 
 // MayBeZero tells of a flag that 0 is a value of, and not only the word for the default.

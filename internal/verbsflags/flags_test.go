@@ -50,6 +50,29 @@ func TestEverySettingHasAFlag(t *testing.T) {
 	})
 }
 
+// What is wrong is told by the names that its setter knows.
+func TestValidateNamesFlags(t *testing.T) {
+	err := Validate(verbs.Provider{GIDIndexes: []int{1, 2, 1}, BounceBytes: 5, Port: -1, AcceptTimeout: -1})
+	for _, words := range []string{"--rdma-gid-index is [1 2 1]: want each index once", "--rdma-bounce is 5: want", "--rdma-port is -1: want 0 to 255", "--rdma-accept-timeout is"} {
+		require.ErrorContains(t, err, words)
+	}
+	for _, field := range []string{"GIDIndexes", "BounceBytes", "AcceptTimeout"} {
+		require.NotContains(t, err.Error(), field)
+	}
+	require.NoError(t, Validate(verbs.Provider{}))
+	fs := pflag.NewFlagSet("test", pflag.ContinueOnError)
+	Define(fs, &verbs.Provider{})
+	v := reflect.TypeOf(verbs.Provider{})
+	for field, flag := range flagOf {
+		require.NotNil(t, fs.Lookup(Prefix+flag), flag)
+		_, ok := v.FieldByName(field)
+		require.True(t, ok, field)
+	}
+	n := 0
+	fs.VisitAll(func(*pflag.Flag) { n++ })
+	require.Len(t, flagOf, n)
+}
+
 // pflagSet sets one flag of a fresh set.
 func pflagSet(name, value string) error {
 	fs := pflag.NewFlagSet("test", pflag.ContinueOnError)

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"log/slog"
 	"net"
 	"os"
 	"path/filepath"
@@ -36,8 +37,7 @@ func (p *Provider) socketPath(cfg rdma.TargetConfig, private bool) (path, stale 
 			if base == "" {
 				base = os.TempDir()
 			}
-			dir = filepath.Join(base, fmt.Sprintf("kvd-%d", os.Getuid()))
-			if err := checkOwner(dir); err != nil {
+			if dir, err = ownDir(filepath.Join(base, fmt.Sprintf("kvd-%d", os.Getuid())), cfg.Logger); err != nil {
 				return "", "", err
 			}
 		}
@@ -60,8 +60,36 @@ func (p *Provider) socketPath(cfg rdma.TargetConfig, private bool) (path, stale 
 	return path, stale, nil
 }
 
-// checkOwner refuses a default directory which somebody else made first: in a
-// temporary directory anybody could.
+// ownDirs is how many names are tried for the default directory.
+const ownDirs = 8
+
+// ownDir returns the default directory, or one beside it where somebody else made that
+// first: in a temporary directory anybody could, and must not keep a node from being read.
+// Clients are told the place with each connection. The next start finds the same one.
+func ownDir(dir string, log *slog.Logger) (string, error) {
+	first := checkOwner(dir)
+	if first == nil || !errors.Is(first, errForeignDir) {
+		return dir, first
+	}
+	for i := 1; i < ownDirs; i++ {
+		other := fmt.Sprintf("%s-%d", dir, i)
+		if checkOwner(other) == nil {
+			if log != nil {
+				log.Warn("shm: the usual socket directory is another user's, so one beside it is used: find out who made it, or set the directory (kvd: --shm-dir)", "reason", first, "dir", other)
+			}
+			return other, nil
+		}
+	}
+	// Without shm a node is read by its other transports.
+	if log != nil {
+		log.Warn("shm: NO SHARED MEMORY: other users have taken all usual socket directories; clients on this host read by other transports. Set the directory (kvd: --shm-dir)", "reason", first)
+	}
+	return "", fmt.Errorf("%w: %w, and so do %d beside it", rdma.ErrUnsupported, first, ownDirs-1)
+}
+
+var errForeignDir = errors.New("set SocketDir (kvd: --shm-dir) to a directory of your own")
+
+// checkOwner refuses, by errForeignDir, a directory which somebody else made.
 func checkOwner(dir string) error {
 	if err := os.Mkdir(dir, 0o711); err != nil && !errors.Is(err, fs.ErrExist) {
 		return fmt.Errorf("shm: socket directory: %w", err)
@@ -71,7 +99,7 @@ func checkOwner(dir string) error {
 		return fmt.Errorf("shm: socket directory %s: %w", dir, err)
 	}
 	if st.Uid != uint32(os.Geteuid()) || st.Mode&unix.S_IFMT != unix.S_IFDIR {
-		return fmt.Errorf("shm: socket directory %s belongs to user %d, or is none: set SocketDir to a directory of user %d", dir, st.Uid, os.Geteuid())
+		return fmt.Errorf("shm: socket directory %s belongs to user %d, not to %d, or is none: %w", dir, st.Uid, os.Geteuid(), errForeignDir)
 	}
 	return nil
 }

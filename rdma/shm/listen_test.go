@@ -3,6 +3,9 @@
 package shm
 
 import (
+	"bytes"
+	"fmt"
+	"log/slog"
 	"net"
 	"os"
 	"path/filepath"
@@ -107,10 +110,6 @@ func TestSocketPath(t *testing.T) {
 		dir := filepath.Join(base, "kvd-"+itoa(os.Getuid()))
 		require.Equal(t, filepath.Join(dir, "1-2.sock"), tg.listener.path)
 		require.NoError(t, tg.Close())
-		require.NoError(t, os.Remove(dir))
-		require.NoError(t, os.Symlink(t.TempDir(), dir))
-		_, err = newTarget(t, &Provider{})
-		require.ErrorContains(t, err, "set SocketDir")
 	})
 	t.Run("permissions", func(t *testing.T) {
 		dir := filepath.Join(t.TempDir(), "made")
@@ -160,4 +159,35 @@ func TestValidate(t *testing.T) {
 	require.Error(t, (&Provider{MaxConnections: -1}).Validate())
 	require.Error(t, (&Provider{SocketPath: "/a\x00b"}).Validate())
 	require.Equal(t, "shm", (&Provider{}).Name())
+}
+
+// A default directory that somebody else made does not keep a node from being read: one
+// beside it is used, the same at the next start, and a line says so.
+func TestForeignDefaultDirectory(t *testing.T) {
+	base := t.TempDir()
+	t.Setenv("XDG_RUNTIME_DIR", base)
+	usual := filepath.Join(base, fmt.Sprintf("kvd-%d", os.Getuid()))
+	require.NoError(t, os.Symlink(t.TempDir(), usual)) // as another user's would be: not ours
+	for range 2 {
+		var said bytes.Buffer
+		tg, err := (&Provider{}).NewTarget(rdma.TargetConfig{NodeID: 1, BootID: 2, Logger: slog.New(slog.NewTextHandler(&said, nil))})
+		require.NoError(t, err)
+		require.True(t, answered(filepath.Join(usual+"-1", "1-2.sock")))
+		require.Contains(t, said.String(), "level=WARN")
+		require.Contains(t, said.String(), "--shm-dir")
+		require.NoError(t, tg.Close())
+	}
+	for i := 2; i < ownDirs; i++ {
+		require.NoError(t, os.WriteFile(fmt.Sprintf("%s-%d", usual, i), nil, 0o600))
+	}
+	require.NoError(t, os.RemoveAll(usual+"-1"))
+	require.NoError(t, os.Symlink(t.TempDir(), usual+"-1"))
+	var said bytes.Buffer
+	_, err := (&Provider{}).NewTarget(rdma.TargetConfig{NodeID: 1, BootID: 2, Logger: slog.New(slog.NewTextHandler(&said, nil))})
+	require.ErrorIs(t, err, rdma.ErrUnsupported, "the node goes on without")
+	require.Contains(t, said.String(), "NO SHARED MEMORY")
+	// A directory that was asked for by name is that one or none.
+	_, err = (&Provider{SocketDir: filepath.Join(usual+"-2", "x")}).NewTarget(rdma.TargetConfig{NodeID: 1, BootID: 2})
+	require.Error(t, err)
+	require.NotErrorIs(t, err, rdma.ErrUnsupported)
 }

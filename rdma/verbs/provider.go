@@ -125,12 +125,26 @@ func setDefault[T comparable](field *T, value T) {
 // maxGIDIndexes bounds the rails that GIDIndexes makes of a port.
 const maxGIDIndexes = 4
 
-// Validate checks the settings without looking at any device, and changes nothing.
+// FieldError says what is wrong with one field of a Provider. Programs whose settings
+// have other names than the fields put theirs in.
+type FieldError struct {
+	Field string // of Provider
+	Got   any
+	Want  string // in words
+}
+
+// Error names the field.
+func (e *FieldError) Error() string {
+	return fmt.Sprintf("verbs: %s is %v: want %s", e.Field, e.Got, e.Want)
+}
+
+// Validate checks the settings without looking at any device, and changes nothing. What
+// is wrong it tells all at once: errors that were joined, each a FieldError.
 func (p Provider) Validate() error {
 	p = p.withDefaults()
 	var errs []error
 	bad := func(field string, got any, want string) {
-		errs = append(errs, fmt.Errorf("verbs: %s is %v: want %s", field, got, want))
+		errs = append(errs, &FieldError{Field: field, Got: got, Want: want})
 	}
 	between := func(field string, got, low, high int) {
 		if got < low || got > high {
