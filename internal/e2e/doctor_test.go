@@ -75,7 +75,7 @@ func TestDoctorWithoutCluster(t *testing.T) {
 
 	kvctl(t, nil, "doctor", "--local", "--reads", "0").failed(t, 2, "--reads")
 	kvctl(t, nil, "doctor", "--local", "--arena", "much").failed(t, 2, "--arena")
-	kvctl(t, nil, "doctor", "--local", "--rdma-max-mtu", "9000").failed(t, 2, "MaxMTU")
+	kvctl(t, nil, "doctor", "--local", "--rdma-max-mtu", "9000").failed(t, 2, "--rdma-max-mtu")
 }
 
 // TestDoctorFindsWhatIsWrong: a node that is gone, and a user who is not admitted to shared
