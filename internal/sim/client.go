@@ -39,6 +39,8 @@ type actor struct {
 	done    atomic.Pointer[history.Op] // an operation that has ended
 	busy    *history.Op                // the simulation's
 	ttl     time.Duration              // of the put that is under way; 0: none
+	expiry  *expiry                    // of that put
+	cold    bool                       // it remembers no addresses of values
 	over    chan struct{}
 	// versions that this process has seen, by key.
 	versions map[string]uint64
@@ -59,6 +61,9 @@ func (a *actor) run(ctx context.Context) {
 		Connect: func(addr string) (grpc.ClientConnInterface, error) {
 			return wire{s: a.s, from: a.id, to: nodeOf(addr)}, nil
 		},
+	}
+	if a.cold {
+		cfg.CacheEntries = -1
 	}
 	for _, n := range a.s.nodes {
 		cfg.Endpoints = append(cfg.Endpoints, address(n.id))

@@ -3,10 +3,15 @@ package sim
 import (
 	"context"
 	"fmt"
+	"testing/synctest"
 	"time"
 
+	"google.golang.org/protobuf/proto"
+
+	kvdv1 "github.com/kvd-io/kvd/api/kvd/v1"
 	"github.com/kvd-io/kvd/jepsen/history"
 	"github.com/kvd-io/kvd/raft"
+	"github.com/kvd-io/kvd/storage/layout"
 )
 
 // faults is the first phase: everything may happen, in spells.
@@ -20,6 +25,7 @@ func (s *sim) faults() {
 			if s.rough = i > 0 && s.chance(2); !s.rough {
 				s.repair()
 			}
+			s.hasty = s.rough && s.chance(3)
 		}
 		if s.step() {
 			s.settle()
@@ -44,14 +50,16 @@ func (s *sim) step() bool {
 		s.pass(s.moments())
 		s.settle()
 		s.ticks()
-	case r < 990:
+	case r < 986:
 		a, ok := pick(s, s.idle())
 		if !ok {
 			return false
 		}
 		s.call(a, s.operation())
-	case r < 996:
+	case r < 992:
 		s.upkeep()
+	case r < 997 && s.rough:
+		s.leaveBehind()
 	case s.rough:
 		s.fault()
 	}
@@ -63,6 +71,8 @@ func (s *sim) step() bool {
 func (s *sim) moments() time.Duration {
 	most := 30 * time.Millisecond
 	switch r := s.rnd.IntN(100); {
+	case s.hasty:
+		most = 40 * time.Microsecond
 	case r < 60:
 		most = 200 * time.Microsecond
 	case r < 96:
@@ -77,7 +87,7 @@ func (s *sim) operation() *history.Op {
 		op.Key = s.keys[s.rnd.IntN(2)] // where things meet
 	}
 	switch r := s.rnd.IntN(100); {
-	case r < 45:
+	case r < 38:
 		op.Kind = history.Get
 	case r < 51:
 		op.Kind, op.Level = history.Get, "session"
@@ -103,7 +113,11 @@ func (s *sim) upkeep() {
 	if !ok {
 		return
 	}
-	switch s.rnd.IntN(4) {
+	what := s.rnd.IntN(4)
+	if s.opt.ttl && !s.chance(4) {
+		what = 3
+	}
+	switch what {
 	case 0, 1:
 		s.note("node %d: flushes", n.id)
 		if err := n.boot.core.Flush(); err != nil && !n.boot.dead.Load() {
@@ -158,8 +172,10 @@ func (s *sim) fault() {
 	case r < 78:
 		s.fell("cuts heal", "")
 		s.mend()
-	case r < 94:
+	case r < 90:
 		s.transfer(n)
+	case r < 94:
+		s.lazy(n)
 	case r < 97:
 		if s.opt.ttl {
 			return
@@ -263,18 +279,52 @@ func (s *sim) mend() {
 	}
 }
 
+// leads is the node that leads a shard, as it knows; nil: none. Where two say so it is not
+// the one given.
+func (s *sim) leads(shard raft.GroupID, not *node) *node {
+	for _, n := range s.live() {
+		if n == not {
+			continue
+		}
+		if g := n.boot.core.Host().Group(shard); g != nil && g.Status().Leading {
+			return n
+		}
+	}
+	return nil
+}
+
+// ledBy gives a shard that the node leads; 0: none.
+func (s *sim) ledBy(n *node) raft.GroupID {
+	for i := range s.opt.shards {
+		shard := raft.GroupID(1 + (i+s.steps)%s.opt.shards)
+		if g := n.boot.core.Host().Group(shard); g != nil && g.Status().Leading {
+			return shard
+		}
+	}
+	return 0
+}
+
 // transfer asks a node to hand a shard over.
 func (s *sim) transfer(n *node) {
 	if n.frozen {
 		return
 	}
-	g := n.boot.core.Host().Group(raft.GroupID(1 + s.rnd.IntN(s.opt.shards)))
 	to, _ := pick(s, s.nodes)
-	if g == nil || !g.Status().Leading {
+	if shard := s.ledBy(n); shard != 0 {
+		s.handOver(n, shard, to)
+	}
+}
+
+func (s *sim) handOver(n *node, shard raft.GroupID, to *node) {
+	b := n.boot
+	if b == nil || n.frozen {
 		return
 	}
-	s.fell("transfer", "shard %d from node %d to %d", g.ID(), n.id, to.id)
-	b := n.boot
+	g := b.core.Host().Group(shard)
+	if g == nil {
+		return
+	}
+	s.fell("transfer", "shard %d from node %d to %d", shard, n.id, to.id)
 	go func() {
 		ctx, cancel := context.WithTimeout(b.life, 50*time.Millisecond)
 		defer cancel()
@@ -282,9 +332,52 @@ func (s *sim) transfer(n *node) {
 	}()
 }
 
+// grow has keys put that all belong into one chain of their shard's index: once it is longer
+// than chains may be the index is replaced by a larger one.
+func (s *sim) grow(n *node) {
+	shard := s.ledBy(n)
+	if shard == 0 {
+		return
+	}
+	s.fell("grow", "shard %d on node %d", shard, n.id)
+	b, g := n.boot, n.boot.core.Host().Group(shard)
+	for range bulkAtOnce {
+		put := &kvdv1.PutOp{NamespaceId: 1, Key: s.bulkKey(uint32(shard)), Value: []byte("bulk")}
+		data, err := proto.Marshal(&kvdv1.Command{LeaderUnixMs: n.clock.Now().UnixMilli(), Op: &kvdv1.Command_Put{Put: put}})
+		if err != nil {
+			panic(fmt.Sprintf("sim: encode a command: %v", err)) // bug: it is made above
+		}
+		go func() {
+			ctx, cancel := context.WithTimeout(b.life, 50*time.Millisecond)
+			defer cancel()
+			_, _, _ = g.Propose(ctx, data) // nobody reads them: what comes of it is no matter
+		}()
+		synctest.Wait() // they come in order
+	}
+}
+
+const (
+	bulkAtOnce = 24
+	// bulkBuckets is more than the smallest table has: keys of one bucket of so many are of
+	// one there, too.
+	bulkBuckets = 90
+)
+
+// bulkKey is the next key of the shard that goes into the first bucket.
+func (s *sim) bulkKey(shard uint32) []byte {
+	for {
+		s.bulk++
+		key := fmt.Appendf(nil, "bulk-%d", s.bulk)
+		if h := layout.HashKey(s.manifest.HashSeed, key); h.Shard(uint32(s.opt.shards)) == shard && h.HomeBucket(bulkBuckets) == 0 {
+			return key
+		}
+	}
+}
+
 // repair ends all faults.
 func (s *sim) repair() {
 	s.note("all faults end")
+	s.forget()
 	s.mend()
 	for _, n := range s.nodes {
 		if n.frozen {
@@ -302,7 +395,7 @@ func (s *sim) repair() {
 // heal is the second phase: all faults end, and then every client must be able to write
 // and to read every key.
 func (s *sim) heal() {
-	s.rough = false
+	s.rough, s.hasty, s.healing = false, false, true
 	s.settle()
 	s.repair()
 	todo := map[*actor]int{} // operations done

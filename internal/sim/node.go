@@ -31,6 +31,8 @@ type node struct {
 	// opened: it was up once, so its stores are not empty.
 	opened bool
 	tick   time.Time // when the next one is due
+	// lazyUntil a step it applies nothing: its disk answers no read, say.
+	lazyUntil int
 	// frozen: the process is stopped, and its memory can still be read.
 	frozen bool
 }
@@ -143,7 +145,7 @@ func (n *node) work() bool {
 	at := s.rnd.IntN(len(kinds))
 	for i := range kinds {
 		k := kinds[(at+i)%len(kinds)]
-		if k.name == "late" && !s.chance(4) {
+		if k.name == "late" && !s.chance(4) || k.name == "apply" && s.rough && s.steps < n.lazyUntil {
 			continue
 		}
 		s.applying.Store(k.name == "apply")

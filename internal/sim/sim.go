@@ -25,6 +25,7 @@ import (
 	"github.com/kvd-io/kvd/internal/clock"
 	"github.com/kvd-io/kvd/jepsen/history"
 	"github.com/kvd-io/kvd/rdma/simnic"
+	"github.com/kvd-io/kvd/storage/layout"
 )
 
 // Options of a run. All that is not set is drawn from the seed.
@@ -65,6 +66,8 @@ type drawn struct {
 	// ttl: some values of mortal keys expire. Then all clocks agree: expiry is as exact as
 	// they are.
 	ttl bool
+	// grows: bulk makes a shard's index grow.
+	grows bool
 }
 
 type sim struct {
@@ -85,6 +88,14 @@ type sim struct {
 	inside   bool        // between two stores
 	applying atomic.Bool // a node applies entries, and has shown them in its records not yet
 	rough    bool        // faults may happen
+	// hasty: time hardly passes, so that a whole election fits between two READs of a batch,
+	// or between two ticks.
+	hasty    bool
+	healing  bool    // all faults are over
+	left     *behind // a node that was left behind; nil: none
+	fresh    int     // keys that were made for such
+	bulk     int     // number of the last key of bulk
+	expiries []*expiry
 	keys     []string
 	values   uint64
 	moment   int64
@@ -173,13 +184,14 @@ func (s *sim) draw() {
 	o.arenaBytes, o.sizes = 8<<20, []int{8, 64, 200, 1000}
 	if s.chance(2) {
 		// Nearly everything that is written makes something else go.
-		o.arenaBytes, o.sizes, o.keys = 96<<10, []int{64, 3000, 9000, 20000}, 12
+		o.arenaBytes, o.sizes, o.keys = 96<<10, []int{64, 3000, 9000, 20000}, 12+s.rnd.IntN(9)
 	}
 	o.logEntries = 1 // a replica that was away gets a snapshot
 	if s.chance(3) {
 		o.logEntries = 1000
 	}
 	o.ttl = s.chance(3)
+	o.grows = o.arenaBytes > 1<<20 && s.chance(2)
 	if s.run.Steps == 0 {
 		s.run.Steps = 12000
 	}
@@ -207,7 +219,7 @@ func (s *sim) addActor(id int) {
 		panic(fmt.Sprintf("sim: %v", err)) // bug: of the settings above
 	}
 	s.clients = append(s.clients, &actor{
-		s: s, id: id, fabric: f, clock: clock.NewManual(time.Now().Add(s.skew())),
+		s: s, id: id, fabric: f, cold: s.chance(3), clock: clock.NewManual(time.Now().Add(s.skew())),
 		work: make(chan *history.Op), over: make(chan struct{}), versions: map[string]uint64{},
 	})
 }
@@ -288,7 +300,7 @@ func (s *sim) returned(a *actor, op *history.Op) {
 	s.moment++
 	op.Return = s.moment
 	s.ops = append(s.ops, op)
-	s.expires(a, op)
+	s.mayExpire(a, op)
 	s.count(string(op.Kind) + " " + string(op.Outcome))
 	if op.Outcome == history.OK {
 		a.versions[op.Key] = op.Version
@@ -296,25 +308,53 @@ func (s *sim) returned(a *actor, op *history.Op) {
 	s.note("client %d: %s(%s) level %q value %d -> %s value %d version %d %s", a.id, op.Kind, op.Key, op.Level, op.Value, op.Outcome, op.Got, op.Version, op.Bad)
 }
 
-// expires notes that a value with a time to live may go: as a removal of that version
-// which may happen at any time, or not.
-func (s *sim) expires(a *actor, op *history.Op) {
-	if op.Kind != history.Put || a.ttl == 0 {
+// expiry is the end of a value's time to live.
+type expiry struct {
+	at   time.Time   // the earliest moment at which it may look expired
+	from int64       // as the history counts moments; 0: not yet
+	gone *history.Op // the removal; nil: the value was not written, or is being written
+}
+
+// mayExpire notes that a value with a time to live may go: as a removal of that version
+// which may happen at any time from its end on, or not.
+func (s *sim) mayExpire(a *actor, op *history.Op) {
+	e := a.expiry
+	a.expiry = nil
+	if e == nil {
 		return
-	}
-	a.ttl = 0
-	gone := &history.Op{
-		ID: uint64(len(s.ops) + 1), Process: expirer, Client: "expiry", Via: "simnic", Kind: history.Drop, Key: op.Key, Shard: op.Shard,
-		Expect: op.Version, Call: op.Call, Return: op.Return, Outcome: history.Unknown,
 	}
 	switch op.Outcome {
 	case history.OK:
+		e.gone = &history.Op{Kind: history.Drop, Expect: op.Version}
 	case history.Unknown:
-		gone.Kind = history.Del // of a version that is not known
+		e.gone = &history.Op{Kind: history.Del} // of a version that is not known
 	default:
 		return
 	}
-	s.ops = append(s.ops, gone)
+	e.gone.Process, e.gone.Client, e.gone.Via, e.gone.Outcome = expirer, "expiry", "simnic", history.Unknown
+	e.gone.Key, e.gone.Shard = op.Key, op.Shard
+}
+
+// expired looks whose time is up.
+func (s *sim) expired() {
+	for _, e := range s.expiries {
+		if e.from == 0 && !time.Now().Before(e.at) {
+			s.moment++
+			e.from = s.moment
+		}
+	}
+}
+
+// removals are what expiries may have done.
+func (s *sim) removals() (list []*history.Op) {
+	for _, e := range s.expiries {
+		if e.gone == nil || e.from == 0 {
+			continue
+		}
+		e.gone.ID, e.gone.Call, e.gone.Return = uint64(len(s.ops)+len(list)+1), e.from, e.from
+		list = append(list, e.gone)
+	}
+	return list
 }
 
 // mortal tells whether values of the key may be given a time to live. Such keys are put and
@@ -343,12 +383,21 @@ func (s *sim) call(a *actor, op *history.Op) {
 			op.Kind = map[history.Kind]history.Kind{history.Swap: history.Add, history.Drop: history.Del}[op.Kind]
 		}
 	}
-	if s.mortal(op.Key) && s.rough && op.Kind == history.Put && s.chance(3) {
-		a.ttl = time.Duration(1+s.rnd.IntN(30)) * time.Millisecond
+	if a.ttl = 0; s.mortal(op.Key) && !s.healing && op.Kind == history.Put && !s.chance(4) {
+		a.ttl = time.Duration(1+s.rnd.IntN([]int{8, 600}[s.rnd.IntN(2)])) * time.Millisecond
+		// A get that met the value alive and ends when it is not says absent, whatever took the
+		// value's place meanwhile: that much earlier it may look removed.
+		a.expiry = &expiry{at: time.Now().Add(a.ttl - callTimeout).Truncate(time.Millisecond)}
+		s.expiries = append(s.expiries, a.expiry)
 	}
 	s.note("client %d: calls %s(%s) level %q value %d expect %d ttl %v", a.id, op.Kind, op.Key, op.Level, op.Value, op.Expect, a.ttl)
 	a.busy = op
 	a.work <- op
+}
+
+// shardOf a key.
+func (s *sim) shardOf(key string) uint32 {
+	return layout.HashKey(s.manifest.HashSeed, []byte(key)).Shard(uint32(s.opt.shards))
 }
 
 // idle gives the clients that could begin something.
@@ -521,6 +570,7 @@ func (s *sim) sleep(d time.Duration) {
 	for _, a := range s.clients {
 		a.clock.Advance(d)
 	}
+	s.expired()
 }
 
 // live lists the nodes that run.
@@ -616,6 +666,6 @@ func (s *sim) close() {
 	s.res.Tail = s.res.Tail[max(0, len(s.res.Tail)-tailLines):]
 	s.res.History = &history.History{
 		Header: history.Header{Workload: "register", Nemesis: "simulated", Seed: s.seed},
-		Ops:    s.ops, End: &history.End{Call: s.moment + 1},
+		Ops:    append(s.ops, s.removals()...), End: &history.End{Call: s.moment + 1},
 	}
 }
