@@ -23,6 +23,7 @@ type applyTask struct {
 	entries   []*raftpb.Entry
 	responses []*raftpb.Message // to the core, when applied
 	install   *logWork
+	end       chan struct{} // the last task of a group that was removed: closed when it is reached
 }
 
 // appliedBatch goes back to the group when a task is done.
@@ -84,6 +85,11 @@ func (h *Host) applyStep(wait bool) bool {
 	}
 	t := g.apply.next()
 	if t == nil {
+		return true
+	}
+	if t.end != nil {
+		close(t.end)
+		g.applyMore()
 		return true
 	}
 	if t.install != nil && wait {

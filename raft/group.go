@@ -38,6 +38,7 @@ type Group struct {
 	progress atomic.Pointer[[]FollowerProgress]
 
 	wantTruncate atomic.Bool
+	removed      atomic.Bool // from the host: what fails now is of no interest
 	logSize      logSize
 
 	// mu is held while the core is used. Nothing under it waits for a disk sync, an

@@ -137,6 +137,50 @@ func (h *Host) AddGroup(gc GroupConfig) (*Group, error) {
 	return g, nil
 }
 
+// RemoveGroup stops this node's replica of a group and returns when nothing of it is
+// written or applied any more: then its log and state may be deleted. The log's hard
+// state must be kept, though, if the replica may ever be made again under this id: it
+// would forget a vote otherwise. Who waits for a proposal gets ErrOutcomeUnknown. The
+// host must have been started. Errors: ErrNoGroup, and ErrClosed where the host was
+// closed meanwhile.
+func (h *Host) RemoveGroup(id GroupID) error {
+	h.mu.Lock()
+	old := h.groups.Load()
+	g := old.byID[id]
+	if g == nil {
+		h.mu.Unlock()
+		return fmt.Errorf("raft: group %d: %w", id, ErrNoGroup)
+	}
+	next := &groupSet{byID: maps.Clone(old.byID)}
+	delete(next.byID, id)
+	next.list = slices.DeleteFunc(slices.Clone(old.list), func(x *Group) bool { return x == g })
+	h.groups.Store(next)
+	h.mu.Unlock()
+
+	g.removed.Store(true)
+	g.stop(ErrNoGroup)
+	h.late.dropGroup(id)
+	// What was queued before is worked off in order: first the log, then, since a snapshot
+	// gets from there to the applier, what is applied.
+	written, applied := make(chan struct{}), make(chan struct{})
+	h.writer.queue(&logWork{g: g, end: written})
+	h.writer.wakeUp()
+	select {
+	case <-written:
+	case <-h.done:
+		return ErrClosed
+	}
+	if g.apply.add(&applyTask{end: applied}) {
+		h.applies.push(g)
+	}
+	select {
+	case <-applied:
+		return nil
+	case <-h.done:
+		return ErrClosed
+	}
+}
+
 // Group returns nil where this node has no replica of the group.
 func (h *Host) Group(id GroupID) *Group { return h.groups.Load().byID[id] }
 
@@ -246,6 +290,9 @@ func (h *Host) workStep(wait bool) bool {
 // fail stops the host because of an error that it can not go on with. It must not
 // be called with a group's lock held.
 func (h *Host) fail(g *Group, err error) {
+	if g.removed.Load() {
+		return
+	}
 	h.mu.Lock()
 	if h.mu.fatal != nil || h.mu.closed {
 		h.mu.Unlock()

@@ -476,3 +476,45 @@ func TestDiskStall(t *testing.T) {
 	open()
 	c.leader(0)
 }
+
+// A group leaves under load: everyone who waits is answered, nothing of it is written or
+// applied afterwards, the others go on, and it can be made again.
+func TestRemoveGroup(t *testing.T) {
+	c := startLive(t, 1, 2, nil, nil)
+	h := c.loop.hosts[1]
+	g := c.leader(1)
+	var wg sync.WaitGroup
+	for range 4 {
+		wg.Go(func() {
+			for {
+				_, _, err := g.Propose(t.Context(), []byte("x"))
+				if err != nil {
+					if !errors.Is(err, ErrOutcomeUnknown) && !errors.Is(err, ErrClosed) && !errors.Is(err, ErrNotLeader) {
+						t.Errorf("propose: %v", err)
+					}
+					return
+				}
+			}
+		})
+	}
+	waitFor(t, "something is applied", func() bool { return g.Status().Applied > 5 })
+	require.NoError(t, h.RemoveGroup(1))
+	wrote, applied := g.Status().LastIndex, g.Status().Applied
+	wg.Wait()
+	require.Nil(t, h.Group(1))
+	require.ErrorIs(t, h.RemoveGroup(1), ErrNoGroup)
+	require.False(t, g.Status().Leading)
+	other := c.leader(0)
+	for range 20 {
+		_, _, err := other.Propose(t.Context(), []byte("y"))
+		require.NoError(t, err)
+	}
+	require.Equal(t, wrote, g.Status().LastIndex)
+	require.Equal(t, applied, g.Status().Applied)
+	_, err := g.ReadIndex(t.Context())
+	require.ErrorIs(t, err, ErrClosed)
+	require.Zero(t, c.loop.sms[1][1].serving)
+	again, err := h.AddGroup(GroupConfig{ID: 1, StateMachine: c.loop.sms[1][1]})
+	require.NoError(t, err)
+	require.GreaterOrEqual(t, again.Status().Term, uint64(1))
+}

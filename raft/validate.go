@@ -71,6 +71,11 @@ func (g *Group) checkHeartbeatLocked(m *raftpb.Message) error {
 	if g.core.HasReady() {
 		return errNeedsReady
 	}
+	if c.last == 0 {
+		// It never held anything, and so lost nothing: this was said to a replica that was
+		// here before.
+		return fmt.Errorf("heartbeat from node %d commits entry %d, and this replica was just made", m.GetFrom(), m.GetCommit())
+	}
 	return fmt.Errorf("%w: node %d, which leads group %d in term %d, says that this node %d acknowledged entry %d, "+
 		"but its log ends at %d: remove this node's replica and add it again under a new id",
 		ErrLogLost, m.GetFrom(), g.id, m.GetTerm(), g.h.cfg.NodeID, m.GetCommit(), c.last)

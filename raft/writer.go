@@ -48,6 +48,7 @@ type logWork struct {
 	truncate  uint64            // cut the log up to here; nothing else is set then
 	cutTerm   uint64
 	responses []*raftpb.Message // to be delivered when this, and all before it, is durable
+	end       chan struct{}     // the last of a group that was removed: closed when all before it is written
 }
 
 // writtenState belongs to the log writer.
@@ -55,6 +56,7 @@ type writtenState struct {
 	hard       *raftpb.HardState
 	truncated  uint64 // the log begins behind it
 	installing bool
+	ended      bool       // the group was removed: nothing more is written
 	held       []*logWork // queued behind the snapshot that is being installed
 }
 
@@ -171,6 +173,8 @@ func (b *batchInMaking) open() LogBatch {
 func (w *logWriter) add(b *batchInMaking, work *logWork) error {
 	s := &work.g.written
 	switch {
+	case s.ended:
+		return nil
 	case work.installed:
 		s.installing = false
 		if err := w.write(b, work); err != nil {
@@ -192,6 +196,11 @@ func (w *logWriter) add(b *batchInMaking, work *logWork) error {
 		// work again. Only this group waits.
 		s.installing = true
 		work.g.queueInstall(work)
+		return nil
+	case work.end != nil:
+		s.ended = true
+		delete(w.late, work.g)
+		b.done = append(b.done, work)
 		return nil
 	}
 	return w.write(b, work)
@@ -302,6 +311,10 @@ func (w *logWriter) deliver(done []*logWork) {
 	p := w.h.newPass()
 	for _, work := range done {
 		g := work.g
+		if work.end != nil {
+			close(work.end)
+			continue
+		}
 		if work.installed {
 			g.storage.reset(work.snap.GetMetadata().GetIndex(), work.snap.GetMetadata().GetTerm())
 			g.logSize.reset()

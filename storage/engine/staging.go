@@ -182,6 +182,28 @@ func (e *Engine) ingest(tables []string, span pebble.KeyRange) (err error) {
 	return e.failure()
 }
 
+// Destroy deletes the group's state, durably: Meta is zero then, as if the group had
+// never been written. No batch, snapshot or staging of the group may be open.
+func (g *Group) Destroy() error {
+	if err := g.e.writable(); err != nil {
+		return err
+	}
+	lower, upper := groupBounds(g.id)
+	b := g.e.state.NewBatch()
+	if err := b.DeleteRange(lower, upper, nil); err != nil {
+		return errors.Join(storeError("state", err), b.Close())
+	}
+	if err := g.e.commit(b, pebble.NoSync); err != nil {
+		return err
+	}
+	// The store has no log of its own.
+	if err := g.e.flushStore(g.e.state, "state"); err != nil {
+		return err
+	}
+	g.state.set(Meta{})
+	return nil
+}
+
 // Abort removes what was staged. It may be called again, and after Install.
 func (s *Staging) Abort() error {
 	if s.done {

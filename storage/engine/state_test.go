@@ -339,3 +339,53 @@ func TestSnapshotAndStaging(t *testing.T) {
 	dst = openChecked(t, testConfig(crashed))
 	requireState(t, dst.Group(9), twin)
 }
+
+// A group that is destroyed is gone, also after a crash; its neighbours stay, and it can
+// begin anew.
+func TestDestroy(t *testing.T) {
+	fs := vfs.NewCrashableMem()
+	e := open(t, testConfig(fs))
+	for _, id := range []uint64{1, 2, 3} {
+		b := e.Group(id).NewBatch()
+		require.NoError(t, b.SetMeta(Meta{Applied: 5, AppliedTerm: 1, ConfigID: 1, Conf: &raftpb.ConfState{Voters: []uint64{1}}}))
+		for i := range 50 {
+			require.NoError(t, b.Put(1, fmt.Appendf(nil, "key-%d", i), Value{Data: []byte("value"), Version: 5}))
+		}
+		require.NoError(t, b.PutAux('x', []byte("aux"), []byte("value")))
+		require.NoError(t, b.Commit())
+	}
+	require.NoError(t, e.Flush())
+	require.NoError(t, e.Group(2).Destroy())
+	look := func(e *Engine) {
+		meta, err := e.Group(2).Meta()
+		require.NoError(t, err)
+		require.Zero(t, meta)
+		_, ok, err := e.Group(2).Get(1, []byte("key-7"))
+		require.NoError(t, err)
+		require.False(t, ok)
+		_, ok, err = e.Group(2).GetAux('x', []byte("aux"))
+		require.NoError(t, err)
+		require.False(t, ok)
+		for _, id := range []uint64{1, 3} {
+			meta, err := e.Group(id).Meta()
+			require.NoError(t, err)
+			require.Equal(t, uint64(50), meta.Keys)
+			_, ok, err := e.Group(id).Get(1, []byte("key-7"))
+			require.NoError(t, err)
+			require.True(t, ok)
+		}
+		require.NoError(t, e.Check())
+	}
+	look(e)
+	left := fs.CrashClone(vfs.CrashCloneCfg{})
+	require.NoError(t, e.Close())
+	e = openChecked(t, testConfig(left))
+	look(e)
+	b := e.Group(2).NewBatch()
+	require.NoError(t, b.SetMeta(Meta{Conf: &raftpb.ConfState{}}))
+	require.NoError(t, b.Put(1, []byte("new"), Value{Data: []byte("value"), Version: 1}))
+	require.NoError(t, b.Commit())
+	meta, err := e.Group(2).Meta()
+	require.NoError(t, err)
+	require.Equal(t, uint64(1), meta.Keys, "it counts from nothing")
+}
