@@ -350,7 +350,11 @@ func (c *Client) newNode(id uint64, addr string) *node {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	old := *c.nodes.Load()
-	if old[id] != nil || c.mu.closed {
+	if n := old[id]; n != nil {
+		n.movedTo(addr)
+		return nil
+	}
+	if c.mu.closed {
 		return nil
 	}
 	n := &node{c: c, id: id, tried: make(chan struct{})}
@@ -362,6 +366,16 @@ func (c *Client) newNode(id uint64, addr string) *node {
 	nodes[id] = n
 	c.nodes.Store(&nodes)
 	return n
+}
+
+// movedTo takes in where its peers reach the node, if it is not reached where it was: it
+// may have another address since.
+func (n *node) movedTo(addr string) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.sess.Load() == nil {
+		n.mu.addr = addr
+	}
 }
 
 // endpointTaken tells whether a node with a session is reached under that address.

@@ -415,14 +415,14 @@ func (n *Node) route(number, namespace uint32) *kvdv1.Route {
 		return nil
 	}
 	r := &kvdv1.Route{Shard: number}
-	sh := n.shards[number]
+	sh := n.shard(number)
 	if sh == nil {
-		// Static placement tells who to ask.
-		r.Voters, r.Learners = placement(n.identity.Load().manifest, uint64(number))
+		// Group 0, or the manifest, tells who to ask.
+		at := n.shardMap.whereabouts(number)
+		r.Voters, r.VotersOutgoing, r.Learners = at.GetVoters(), at.GetVotersOutgoing(), at.GetLearners()
 		return r
 	}
-	g := n.host.Group(raft.GroupID(number))
-	st := g.Status()
+	st := sh.g.Status()
 	r.LeaderNode, r.ConfigId = uint64(st.Leader), st.ConfigID
 	r.Voters, r.VotersOutgoing, r.Learners = st.Conf.GetVoters(), st.Conf.GetVotersOutgoing(), st.Conf.GetLearners()
 	r.Local = &kvdv1.LocalReplica{Slot: sh.record.Slot(), Record: layout.AppendRecord(nil, sh.record.Load())}

@@ -63,11 +63,14 @@ var rules = map[string]rule{
 	kvdv1.Cluster_Status_FullMethodName:          {need: needIdentity},
 	kvdv1.Cluster_ListNamespaces_FullMethodName:  {need: needIdentity, forwarded: true},
 	kvdv1.Cluster_CreateNamespace_FullMethodName: {need: needOperator, forwarded: true},
-	kvdv1.Cluster_TransferLeader_FullMethodName:  {need: needOperator},
+	kvdv1.Cluster_TransferLeader_FullMethodName:  {need: needOperator, forwarded: true},
 	kvdv1.Cluster_CreateToken_FullMethodName:     {need: needOperator, forwarded: true},
 	kvdv1.Cluster_ListTokens_FullMethodName:      {need: needOperator, forwarded: true},
 	kvdv1.Cluster_RevokeToken_FullMethodName:     {need: needOperator, forwarded: true},
 	kvdv1.Cluster_Members_FullMethodName:         {need: needOperator, forwarded: true},
+	kvdv1.Cluster_Drain_FullMethodName:           {need: needOperator, forwarded: true},
+	kvdv1.Cluster_Decommission_FullMethodName:    {need: needOperator, forwarded: true},
+	kvdv1.Cluster_Rebalance_FullMethodName:       {need: needOperator, forwarded: true},
 	kvdv1.Cluster_RotateKeys_FullMethodName:      {need: needNamespace, right: rightAdmin},
 
 	kvdv1.Backup_OpenExport_FullMethodName:    {need: needOperator},
@@ -85,6 +88,8 @@ var rules = map[string]rule{
 	kvdv1.Peer_Raft_FullMethodName:     {need: needPeer},
 	kvdv1.Peer_Snapshot_FullMethodName: {need: needPeer},
 	kvdv1.Peer_Announce_FullMethodName: {need: needPeer},
+	kvdv1.Peer_Replica_FullMethodName:  {need: needPeer},
+	kvdv1.Peer_Load_FullMethodName:     {need: needPeer},
 	kvdv1.Peer_Join_FullMethodName:     {need: needJoiner},
 
 	healthpb.Health_Check_FullMethodName: {need: needNothing},
@@ -250,20 +255,14 @@ func (n *Node) findToken(shown string) (*token, error) {
 	return t, nil
 }
 
-// provesJoiner refuses whoever could not be a node of this cluster. Of the two proofs
-// that nodes can have it wants both, where this cluster has both: a CA may sign others.
+// provesJoiner refuses whoever could not be a node of this cluster. It gives its own
+// address, so with TLS its certificate must be for that host.
 func (n *Node) provesJoiner(ctx context.Context, req *kvdv1.JoinRequest) error {
 	hosts := n.peerHosts()
 	if host, _, err := net.SplitHostPort(req.GetNode().GetAddress()); err == nil && !isForwarded(ctx) {
 		hosts = []string{host}
 	}
-	if err := n.provesPeer(ctx, connectionOf(ctx), hosts); err != nil {
-		return err
-	}
-	if n.auth.peerProof != "" && subtle.ConstantTimeCompare([]byte(first(ctx, peerProofKey)), []byte(n.auth.peerProof)) != 1 {
-		return fail(kvdv1.ErrorDetail_REASON_DENIED, "this call is for the nodes of the cluster: the caller has not the secret of auth-peer-secret-file")
-	}
-	return nil
+	return n.provesPeer(ctx, connectionOf(ctx), hosts)
 }
 
 // provesPeer refuses whoever does not prove that it is a node of this cluster, on one

@@ -78,7 +78,7 @@ func startGuarded(t testing.TB, nodes int, shards uint32, change ...func(*Config
 		eventually(t, "a leader", func() bool {
 			return slices.ContainsFunc(g.nodes, func(n *Node) bool {
 				st := n.host.Group(raft.GroupID(shard))
-				return st != nil && st.Status().Leading && (shard == 0 || n.shards[shard].servedTerm() != 0)
+				return st != nil && st.Status().Leading && (shard == 0 || n.shard(shard).servedTerm() != 0)
 			})
 		})
 	}
@@ -187,11 +187,14 @@ var whoMay = map[string][]string{
 	kvdv1.Cluster_Status_FullMethodName:          known,
 	kvdv1.Cluster_ListNamespaces_FullMethodName:  append([]string{whoForwards}, known...),
 	kvdv1.Cluster_CreateNamespace_FullMethodName: append([]string{whoForwards}, operators...),
-	kvdv1.Cluster_TransferLeader_FullMethodName:  operators,
+	kvdv1.Cluster_TransferLeader_FullMethodName:  append([]string{whoForwards}, operators...),
 	kvdv1.Cluster_CreateToken_FullMethodName:     append([]string{whoForwards}, operators...),
 	kvdv1.Cluster_ListTokens_FullMethodName:      append([]string{whoForwards}, operators...),
 	kvdv1.Cluster_RevokeToken_FullMethodName:     append([]string{whoForwards}, operators...),
 	kvdv1.Cluster_Members_FullMethodName:         append([]string{whoForwards}, operators...),
+	kvdv1.Cluster_Drain_FullMethodName:           append([]string{whoForwards}, operators...),
+	kvdv1.Cluster_Decommission_FullMethodName:    append([]string{whoForwards}, operators...),
+	kvdv1.Cluster_Rebalance_FullMethodName:       append([]string{whoForwards}, operators...),
 	kvdv1.Cluster_RotateKeys_FullMethodName:      {whoAdmin, whoOperates, whoRoot},
 
 	kvdv1.Backup_OpenExport_FullMethodName:    operators,
@@ -209,6 +212,8 @@ var whoMay = map[string][]string{
 	kvdv1.Peer_Raft_FullMethodName:     {whoNode, whoForwards},
 	kvdv1.Peer_Snapshot_FullMethodName: {whoNode, whoForwards},
 	kvdv1.Peer_Announce_FullMethodName: {whoNode, whoForwards},
+	kvdv1.Peer_Replica_FullMethodName:  {whoNode, whoForwards},
+	kvdv1.Peer_Load_FullMethodName:     {whoNode, whoForwards},
 	kvdv1.Peer_Join_FullMethodName:     {whoNode, whoForwards},
 
 	healthpb.Health_Check_FullMethodName: everyone,
@@ -362,8 +367,18 @@ func callMethod(ctx context.Context, conn *grpc.ClientConn, method string, names
 		_, err = cluster.Status(ctx, &kvdv1.StatusRequest{})
 	case kvdv1.Cluster_Members_FullMethodName:
 		_, err = cluster.Members(ctx, &kvdv1.MembersRequest{})
+	case kvdv1.Cluster_Drain_FullMethodName:
+		_, err = cluster.Drain(ctx, &kvdv1.DrainRequest{NodeId: 99})
+	case kvdv1.Cluster_Decommission_FullMethodName:
+		_, err = cluster.Decommission(ctx, &kvdv1.DecommissionRequest{NodeId: 99})
+	case kvdv1.Cluster_Rebalance_FullMethodName:
+		_, err = cluster.Rebalance(ctx, &kvdv1.RebalanceRequest{DryRun: true})
 	case kvdv1.Peer_Join_FullMethodName:
 		_, err = nodes.Join(ctx, &kvdv1.JoinRequest{})
+	case kvdv1.Peer_Replica_FullMethodName:
+		_, err = nodes.Replica(ctx, &kvdv1.ReplicaRequest{})
+	case kvdv1.Peer_Load_FullMethodName:
+		_, err = nodes.Load(ctx, &kvdv1.LoadRequest{})
 	case kvdv1.Peer_Announce_FullMethodName:
 		_, err = nodes.Announce(ctx, &kvdv1.AnnounceRequest{})
 	case kvdv1.Cluster_ListNamespaces_FullMethodName:

@@ -113,9 +113,9 @@ func (b *backups) keep(snap *engine.Snapshot, owner string) (uint64, error) {
 	var err error
 	switch {
 	case b.mu.closed:
-		err = failShuttingDown(b.n.cfg.NodeID)
+		err = failShuttingDown(b.n.id())
 	case len(b.mu.open) >= maxExports:
-		err = failDetail(&kvdv1.ErrorDetail{Reason: kvdv1.ErrorDetail_REASON_EXHAUSTED, RetryAfterMs: 500}, "node %d keeps %d exports, the limit: try again when another backup is done", b.n.cfg.NodeID, maxExports)
+		err = failDetail(&kvdv1.ErrorDetail{Reason: kvdv1.ErrorDetail_REASON_EXHAUSTED, RetryAfterMs: 500}, "node %d keeps %d exports, the limit: try again when another backup is done", b.n.id(), maxExports)
 	}
 	if err != nil {
 		return 0, errors.Join(err, x.close())
@@ -348,7 +348,7 @@ func (b *backups) ImportCluster(ctx context.Context, req *kvdv1.ImportClusterReq
 		case !namespaceName.MatchString(ns.GetName()) || ns.GetPlaintextReads() && !ns.GetRequireTls():
 			return nil, fail(kvdv1.ErrorDetail_REASON_INVALID_ARGUMENT, "namespace %q can not be made: its name or its settings are not possible", ns.GetName())
 		case ns.GetRequireTls() && n.auth.tls == nil:
-			return nil, fail(kvdv1.ErrorDetail_REASON_INVALID_ARGUMENT, "namespace %s requires TLS, and node %d has none: give every node tls-cert and tls-key first", ns.GetName(), n.cfg.NodeID)
+			return nil, fail(kvdv1.ErrorDetail_REASON_INVALID_ARGUMENT, "namespace %s requires TLS, and node %d has none: give every node tls-cert and tls-key first", ns.GetName(), n.id())
 		}
 		namespaces = append(namespaces, ns)
 	}

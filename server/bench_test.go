@@ -24,7 +24,7 @@ func BenchmarkPut(b *testing.B) {
 		shard := layout.HashKey(c.nodes[0].identity.Load().manifest.GetHashSeed(), key).Shard(8)
 		if leaders[shard] == nil {
 			for n := range c.nodes {
-				if c.nodes[n].shards[shard].record.Load().ServedTerm != 0 {
+				if c.nodes[n].shard(shard).record.Load().ServedTerm != 0 {
 					leaders[shard] = c.kv(n)
 				}
 			}

@@ -94,9 +94,9 @@ func oddAtMost(n uint32) uint32 {
 	return n
 }
 
-// placement of a group in a static cluster: Replication nodes, starting at a
+// manifestPlacement of a group in a cluster as it begins: Replication nodes, starting at a
 // different one for each shard. Group 0 is on all nodes: each needs its content.
-func placement(m *kvdv1.Manifest, group uint64) (voters, learners []uint64) {
+func manifestPlacement(m *kvdv1.Manifest, group uint64) (voters, learners []uint64) {
 	n := len(m.GetNodes())
 	want := int(m.GetReplication())
 	if group == 0 {

@@ -42,10 +42,10 @@ func (n *Node) Status(ctx context.Context, _ *kvdv1.StatusRequest) (*kvdv1.Statu
 		LimitBytes: n.cfg.ArenaBytes, RegisteredBytes: a.RegisteredBytes, UsedBytes: a.UsedBytes, ObjectBytes: a.ObjectBytes,
 		IndexBytes: a.IndexBytes, Objects: a.Objects, Evictions: a.Evictions,
 	}
-	r.Shards = append(r.Shards, n.shardStatus(0, n.meta))
+	r.Shards = append(r.Shards, n.shardStatus(0, n.meta, n.host.Group(0)))
 	for number := uint32(1); number <= id.manifest.GetShards(); number++ {
-		if sh := n.shards[number]; sh != nil {
-			st := n.shardStatus(number, sh.machine)
+		if sh := n.shard(number); sh != nil {
+			st := n.shardStatus(number, sh.machine, sh.g)
 			for _, sp := range *sh.spaces.Load() {
 				st.ResidentKeys += sp.Stats().Objects
 			}
@@ -55,8 +55,8 @@ func (n *Node) Status(ctx context.Context, _ *kvdv1.StatusRequest) (*kvdv1.Statu
 	return r, nil
 }
 
-func (n *Node) shardStatus(number uint32, m *machine) *kvdv1.ShardStatus {
-	st := n.host.Group(raft.GroupID(number)).Status()
+func (n *Node) shardStatus(number uint32, m *machine, g *raft.Group) *kvdv1.ShardStatus {
+	st := g.Status()
 	s := &kvdv1.ShardStatus{
 		Shard: number, LeaderNode: uint64(st.Leader), Term: st.Term, Applied: st.Applied, Commit: st.Commit,
 		FirstIndex: st.FirstIndex, LastIndex: st.LastIndex, ConfigId: st.ConfigID, Voters: st.Conf.GetVoters(),

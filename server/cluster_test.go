@@ -141,7 +141,7 @@ func (c *testCluster) leader(key []byte, f func(kvdv1.KVClient) error) error {
 			continue
 		}
 		err := f(c.kv(i))
-		if status.Code(err) != codes.Unavailable || time.Now().After(deadline) {
+		if status.Code(err) != codes.Unavailable && reasonOf(err) != kvdv1.ErrorDetail_REASON_NO_REPLICA || time.Now().After(deadline) {
 			return err
 		}
 		i = (i + 1) % len(c.nodes)
@@ -211,7 +211,7 @@ func TestThreeNodes(t *testing.T) {
 		require.Len(t, g.GetValue(), i*5000)
 		shard := layout.HashKey(c.nodes[0].identity.Load().manifest.GetHashSeed(), key).Shard(8)
 		for _, n := range c.nodes {
-			sh := n.shards[shard]
+			sh := n.shard(shard)
 			ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 			require.NoError(t, sh.waitApplied(ctx, g.GetApplied()))
 			cancel()

@@ -55,6 +55,10 @@ type Config struct {
 	// they notice that a host is gone. Default 20 s.
 	TwinPatience time.Duration
 
+	// ReplaceAfter is how long a node may be silent until its replicas are made anew on
+	// others, if there are others. Default 10 min.
+	ReplaceAfter time.Duration
+
 	// Shards and Replication are read at bootstrap and fixed from then on. Shards bounds
 	// the number of nodes that can lead.
 	Shards      uint32
@@ -157,6 +161,7 @@ func (c Config) withDefaults() Config {
 	def(&c.WriterTTL, time.Hour)
 	def(&c.BootstrapTimeout, 2*time.Minute)
 	def(&c.TwinPatience, 20*time.Second)
+	def(&c.ReplaceAfter, 10*time.Minute)
 	def(&c.FenceDelay, 250*time.Millisecond)
 	if c.Clock == nil {
 		c.Clock = clock.System

@@ -521,7 +521,7 @@ func TestNamespacesContent(t *testing.T) {
 	open := func() (*namespaces, *machine) {
 		n := newNamespaces(r.arena)
 		m := newMachine(0, g)
-		m.content = metaContent{n, newTokens(nil), newRegistry(&kvdv1.Manifest{}, func(uint64, []*kvdv1.NodeRecord) {}), g}
+		m.content = metaContent{n, newTokens(nil), newRegistry(&kvdv1.Manifest{}, func(uint64, []*kvdv1.NodeRecord) {}), newShardMap(&kvdv1.Manifest{}, func() {}), g}
 		_, err := m.Open()
 		require.NoError(t, err)
 		return n, m

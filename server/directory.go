@@ -65,6 +65,9 @@ func (n *Node) learn(index uint64, nodes []*kvdv1.NodeRecord) {
 	if n.hosting.Load() && n.core == nil {
 		n.peers.greet()
 	}
+	if mine := next.find(n.id()); mine.GetState() == kvdv1.NodeState_NODE_STATE_GONE && n.hosting.Load() {
+		n.fail(fmt.Errorf("%w: %s", ErrRefused, goneAdvice(mine)))
+	}
 	select {
 	case n.stewardWake <- struct{}{}:
 	default:

@@ -3,8 +3,6 @@ package server
 import (
 	"context"
 	"encoding/binary"
-	"maps"
-	"slices"
 	"time"
 
 	kvdv1 "github.com/kvd-io/kvd/api/kvd/v1"
@@ -70,9 +68,8 @@ func (n *Node) expiry(ctx context.Context) {
 }
 
 func (n *Node) expireOnce(ctx context.Context) {
-	for _, number := range slices.Sorted(maps.Keys(n.shards)) {
-		g := n.host.Group(raft.GroupID(number))
-		for ctx.Err() == nil && g.Status().Leading && n.expireShard(ctx, n.shards[number], g) {
+	for _, sh := range n.localShards() {
+		for ctx.Err() == nil && sh.g.Status().Leading && n.expireShard(ctx, sh, sh.g) {
 		}
 	}
 }

@@ -17,7 +17,6 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	kvdv1 "github.com/kvd-io/kvd/api/kvd/v1"
-	"github.com/kvd-io/kvd/raft"
 )
 
 // protocol is what this version understands in group 0: 1, a registry of nodes. An
@@ -297,10 +296,8 @@ func (n *Node) joinHere(ctx context.Context, req *kvdv1.JoinRequest) (*kvdv1.Joi
 	if err := n.reachesJoiner(ctx, req); err != nil {
 		return nil, err
 	}
-	if !n.registry.written() {
-		if err := n.allUnderstand(ctx); err != nil {
-			return nil, err
-		}
+	if err := n.beginRegistry(ctx); err != nil {
+		return nil, err
 	}
 	r, err := n.proposeNode(ctx, &kvdv1.NodeOp{Change: &kvdv1.NodeOp_Join{Join: req.GetNode()}})
 	if err != nil {
@@ -365,7 +362,7 @@ func (n *Node) announce(ctx context.Context) {
 		return
 	}
 	same := proto.Clone(have).(*kvdv1.NodeRecord)
-	same.State, same.JoinedUnixMs, same.SinceUnixMs = 0, 0, 0
+	same.State, same.JoinedUnixMs, same.SinceUnixMs, same.LeadersOnly = 0, 0, 0, false
 	if proto.Equal(same, mine) {
 		return
 	}
@@ -414,39 +411,6 @@ func (n *Node) Announce(ctx context.Context, req *kvdv1.AnnounceRequest) (*kvdv1
 		return nil, err
 	}
 	return &kvdv1.AnnounceResponse{}, nil
-}
-
-// Members implements kvdv1.ClusterServer; the answer is the leader's.
-func (n *Node) Members(ctx context.Context, req *kvdv1.MembersRequest) (*kvdv1.MembersResponse, error) {
-	if !n.ready.Load() {
-		return nil, errStarting
-	}
-	var resp *kvdv1.MembersResponse
-	err := n.metaLeader(ctx, func(ctx context.Context) error {
-		if err := n.metaBarrier(ctx); err != nil {
-			return err
-		}
-		resp = n.membersHere()
-		return nil
-	}, func(ctx context.Context, c kvdv1.ClusterClient) (err error) {
-		resp, err = c.Members(ctx, req)
-		return err
-	})
-	return resp, err
-}
-
-func (n *Node) membersHere() *kvdv1.MembersResponse {
-	st := n.host.Group(0).Status()
-	r := &kvdv1.MembersResponse{LeaderNode: uint64(st.Leader)}
-	for _, node := range n.registry.nodes() {
-		m := &kvdv1.MemberStatus{Node: proto.Clone(node).(*kvdv1.NodeRecord), Voter: slices.Contains(st.Conf.GetVoters(), node.GetNodeId())}
-		if addr, ok := n.peers.addressOf(raft.NodeID(node.GetNodeId())); ok {
-			m.Node.Address = addr
-		}
-		m.Live = n.boots.hears(node.GetNodeId()) || node.GetNodeId() == n.id()
-		r.Members = append(r.Members, m)
-	}
-	return r
 }
 
 // isForwarded tells that a node passed the call on.

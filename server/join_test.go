@@ -261,3 +261,60 @@ func TestGoneNodeIsRefused(t *testing.T) {
 		return len(c.nodes[0].host.Group(0).Status().Conf.GetLearners()) == 0
 	})
 }
+
+// With TLS a node joins by a certificate of the nodes' CA for its own host, and without,
+// where there are tokens, by the peers' secret. Who has not that is refused.
+func TestJoinIsGuarded(t *testing.T) {
+	nodes, others := newAuthority(t, "nodes"), newAuthority(t, "others")
+	root := secretFile(t, tokenOf(rootTokenID, "root"))
+	secure := func(ca *authority, host string) func(cfg *Config) {
+		return func(cfg *Config) {
+			cfg.TLS, cfg.Auth = ca.files(t.TempDir(), host), AuthConfig{Mode: AuthTokens, RootTokenFile: root}
+		}
+	}
+	secret := func(s string) func(cfg *Config) {
+		return func(cfg *Config) {
+			cfg.Auth = AuthConfig{Mode: AuthTokens, RootTokenFile: root, PeerSecretFile: secretFile(t, s)}
+		}
+	}
+	type try struct {
+		change func(cfg *Config)
+		says   string // "": it may
+	}
+	for what, x := range map[string]struct {
+		first func(cfg *Config)
+		tries map[string]try
+	}{
+		"TLS": {secure(nodes, "127.0.0.1"), map[string]try{
+			"another CA":   {secure(others, "127.0.0.1"), "nobody at"},
+			"another host": {secure(nodes, "client.example"), "not valid for the host of any node"},
+			"no TLS":       {func(*Config) {}, "nobody at"},
+			"as it should": {secure(nodes, "127.0.0.1"), ""},
+		}},
+		"secret": {secret(peerSecret), map[string]try{
+			"no secret":      {func(*Config) {}, "has not the secret"},
+			"another secret": {secret(peerSecret + "x"), "has not the secret"},
+			"as it should":   {secret(peerSecret), ""},
+		}},
+	} {
+		t.Run(what, func(t *testing.T) {
+			c := newTestCluster(t, testConfigs(t, 1, 1))
+			c.cfgs[0].NodeID, c.cfgs[0].Peers = 0, nil
+			x.first(&c.cfgs[0])
+			require.NoError(t, c.start(0))
+			for what, try := range x.tries {
+				by := c.grow(c.nodes[0].Address())
+				try.change(&c.cfgs[by])
+				if try.says == "" {
+					require.NoError(t, c.start(by), what)
+					continue
+				}
+				c.cfgs[by].BootstrapTimeout = 1500 * time.Millisecond
+				err := c.start(by)
+				require.ErrorIs(t, err, ErrRefused, what)
+				require.ErrorContains(t, err, try.says, what)
+			}
+			require.Len(t, c.nodes[0].registry.nodes(), 2, "who was refused got no id")
+		})
+	}
+}

@@ -29,11 +29,11 @@ func (n *Node) replica(key []byte) (*shard, *raft.Group, error) {
 }
 
 func (n *Node) replicaOf(number uint32) (*shard, *raft.Group, error) {
-	sh := n.shards[number]
+	sh := n.shard(number)
 	if sh == nil {
 		return nil, nil, failNoReplica(number)
 	}
-	return sh, n.host.Group(raft.GroupID(number)), nil
+	return sh, sh.g, nil
 }
 
 // check looks at what every call on a key has: the node is up, the key is one, the
@@ -137,6 +137,9 @@ func (n *Node) readBarrier(ctx context.Context, sh *shard, g *raft.Group, level 
 // leader's memory with what was answered here would find it missing. While the term
 // is served, everything in the engine was applied by its leader, memory first.
 func stillServed(sh *shard, g *raft.Group, term uint64) error {
+	if sh.gone.Load() { // and what was read may have been half of it
+		return failNoReplica(sh.number)
+	}
 	if term != 0 && sh.servedTerm() != term {
 		return failNotLeader(sh.number, g)
 	}

@@ -48,7 +48,7 @@ func (c *testCluster) leaderOf(shard uint32) (leader int) {
 	eventually(c.t, "a leader that all know", func() bool {
 		leader = -1
 		for i, n := range c.nodes {
-			if n != nil && n.shards[shard].servedTerm() != 0 {
+			if n != nil && n.shard(shard).servedTerm() != 0 {
 				leader = i
 			}
 		}
@@ -184,7 +184,7 @@ func TestReasons(t *testing.T) {
 	})
 	t.Run("lost leadership", func(t *testing.T) {
 		n := c.nodes[leader]
-		sh := n.shards[shard]
+		sh := n.shard(shard)
 		g := n.host.Group(raft.GroupID(shard))
 		term, err := n.readBarrier(ctx, sh, g, kvdv1.ReadLevel_READ_LEVEL_LINEARIZABLE, 0)
 		require.NoError(t, err)
@@ -269,9 +269,9 @@ func TestExpiryAndPages(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, applied, w.GetOutcome())
 	n := c.nodes[0]
-	for n.expireShard(ctx, n.shards[1], n.host.Group(1)) {
+	for n.expireShard(ctx, n.shard(1), n.host.Group(1)) {
 	}
-	meta, err := n.shards[1].eng.Meta()
+	meta, err := n.shard(1).eng.Meta()
 	require.NoError(t, err)
 	require.EqualValues(t, 6, meta.Keys)
 	require.Equal(t, []string{"key-00", "key-02", "key-05", "key-10", "key-15", "key-20"}, pages())
@@ -283,7 +283,7 @@ func TestExpiryAndPages(t *testing.T) {
 	// More than one entry's worth, and an idle writer.
 	o, err := kv.OpenWriter(ctx, &kvdv1.OpenWriterRequest{Shard: 1})
 	require.NoError(t, err)
-	s := n.shards[1]
+	s := n.shard(1)
 	require.EqualValues(t, time.Hour.Milliseconds(), o.GetTtlMs())
 	manual.Advance(time.Hour - time.Millisecond)
 	require.False(t, n.expireShard(ctx, s, n.host.Group(1)))
@@ -379,7 +379,7 @@ func TestLargeValues(t *testing.T) {
 	require.NotEmpty(t, r.GetItems())
 	for i, n := range c.nodes {
 		eventually(t, fmt.Sprintf("node %d has it", i+1), func() bool {
-			v, ok, err := n.shards[1].eng.Get(1, []byte("key"))
+			v, ok, err := n.shard(1).eng.Get(1, []byte("key"))
 			return err == nil && ok && bytes.Equal(v.Data, value)
 		})
 	}
@@ -394,7 +394,7 @@ func TestReadsLookAtTheTermAgain(t *testing.T) {
 	kv := c.kv(0)
 	_, err := kv.Put(ctx, &kvdv1.PutRequest{NamespaceId: 1, Key: []byte("key")})
 	require.NoError(t, err)
-	sh := c.nodes[0].shards[1]
+	sh := c.nodes[0].shard(1)
 	term := sh.servedTerm()
 	stop := make(chan struct{})
 	var flips sync.WaitGroup

@@ -4,8 +4,6 @@ import (
 	"context"
 	"sync/atomic"
 	"time"
-
-	"github.com/kvd-io/kvd/raft"
 )
 
 // leaderNews gathers changes of leaders: they come by the hundred, when a node starts or
@@ -45,14 +43,15 @@ func (n *Node) tellLeaders(ctx context.Context) {
 			continue // told with the burst before
 		}
 		leads, without := 0, 0
-		for number := range n.shards {
-			switch st := n.host.Group(raft.GroupID(number)).Status(); {
+		shards := n.localShards()
+		for _, sh := range shards {
+			switch st := sh.g.Status(); {
 			case st.Leading:
 				leads++
 			case st.Leader == 0:
 				without++
 			}
 		}
-		n.log.Info("leaders changed", "changes", changes, "leads", leads, "without leader", without, "shards", len(n.shards))
+		n.log.Info("leaders changed", "changes", changes, "leads", leads, "without leader", without, "shards", len(shards))
 	}
 }

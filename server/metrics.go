@@ -229,7 +229,8 @@ func (c *nodeCollector) Collect(ch chan<- prometheus.Metric) {
 		}
 		return 0
 	}
-	for number, sh := range n.shards {
+	for _, sh := range n.localShards() {
+		number := sh.number
 		label := strconv.FormatUint(uint64(number), 10)
 		st := n.host.Group(raft.GroupID(number)).Status()
 		gauge(c.term, float64(st.Term), label)

@@ -76,6 +76,7 @@ type metaContent struct {
 	*namespaces
 	tokens   *tokens
 	registry *registry
+	shards   *shardMap
 	eng      *engine.Group
 }
 
@@ -98,6 +99,9 @@ func (c metaContent) load(meta engine.Meta) error {
 	if err := c.registry.load(c.eng, meta.Applied); err != nil {
 		return err
 	}
+	if err := c.shards.load(c.eng); err != nil {
+		return err
+	}
 	c.set(all)
 	return nil
 }
@@ -115,6 +119,9 @@ func (c metaContent) check(it engine.Item) error {
 	case auxNode:
 		_, err := decodeNode(it.Key, it.Value)
 		return err
+	case auxShard:
+		_, err := decodeShardRecord(it.Key, it.Value)
+		return err
 	}
 	return nil
 }
@@ -126,6 +133,8 @@ func (c metaContent) apply(b *engine.Batch, index uint64, cmd *kvdv1.Command) (a
 		return c.tokens.apply(b, cmd.GetLeaderUnixMs(), op.Token)
 	case *kvdv1.Command_Node:
 		return c.registry.apply(b, index, cmd.GetLeaderUnixMs(), op.Node)
+	case *kvdv1.Command_Shard:
+		return nil, c.shards.apply(b, op.Shard)
 	}
 	return c.namespaces.apply(b, index, cmd)
 }

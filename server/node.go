@@ -55,9 +55,11 @@ type Node struct {
 	export     *exporter
 	namespaces *namespaces
 	registry   *registry
+	shardMap   *shardMap
 	known      atomic.Pointer[directory] // nil: what the manifest says
 	meta       *machine
-	shards     map[uint32]*shard // fixed once ready
+	shards     atomic.Pointer[map[uint32]*shard] // replaced, never changed
+	replicas   replicas
 	sessions   *sessions
 	auth       auth
 	tokens     *tokens
@@ -82,6 +84,7 @@ type Node struct {
 	fatal    chan error    // capacity 1: what stopped the node
 
 	stewardWake chan struct{} // capacity 1
+	moverWake   chan struct{} // capacity 1
 
 	bgCtx    context.Context
 	bgCancel context.CancelFunc
@@ -114,12 +117,13 @@ func newNode(cfg Config, bootID uint64) *Node {
 	n := &Node{
 		cfg: cfg, log: cfg.Logger, bootID: bootID, started: cfg.Clock.Now(),
 		activated: make(chan struct{}, 1), calls: newGate(), writes: newGate(), load: newLoad(defaultLoadLimits), stopping: make(chan struct{}), deaf: make(chan struct{}), fatal: make(chan error, 1),
-		stewardWake: make(chan struct{}, 1),
-		sessions:    newSessions(), metrics: newMetrics(), leaders: newLeaderNews(), shards: map[uint32]*shard{},
+		stewardWake: make(chan struct{}, 1), moverWake: make(chan struct{}, 1),
+		sessions: newSessions(), metrics: newMetrics(), leaders: newLeaderNews(),
 		disk: newDiskWatch(cfg.FS, cfg.DataDir, cfg.MinFreeDisk),
 	}
 	n.bgCtx, n.bgCancel = context.WithCancel(context.Background())
 	n.peers, n.boots, n.export = newPeers(n), newBoots(), newExporter(n)
+	n.shards.Store(&map[uint32]*shard{})
 	n.transport = n.peers
 	return n
 }
@@ -198,8 +202,10 @@ func (n *Node) start(ctx context.Context) (err error) {
 	n.background(n.expiry)
 	n.background(n.tellLeaders)
 	n.background(n.steward)
+	n.background(n.mover)
+	n.background(n.keep)
 	n.log.Info("node serves", "cluster", n.identity.Load().manifest.GetClusterId(), "node", n.id(), "boot", fmt.Sprintf("%016x", n.bootID),
-		"address", n.advertise, "transports", n.export.names(), "shards", len(n.shards))
+		"address", n.advertise, "transports", n.export.names(), "shards", len(n.localShards()))
 	return nil
 }
 
@@ -336,6 +342,8 @@ func (n *Node) openStorage() (err error) {
 	m := n.identity.Load().manifest
 	n.arena, err = arena.New(arena.Config{
 		HashSeed: m.GetHashSeed(), BootID: n.bootID, Shards: m.GetShards(),
+		// A slot is used once in a boot: there must be some for replicas that come back.
+		Slots:      max(4096, 4*int(m.GetShards())),
 		LimitBytes: n.cfg.ArenaBytes, MaxChunkBytes: n.cfg.MaxChunkBytes, HugePages: n.cfg.HugePages, Quarantine: n.cfg.Quarantine,
 		Name:    n.memoryName(),
 		OnChunk: n.export.onChunk, OnChunkGone: n.export.onChunkGone, OnStore: onStore,
@@ -375,22 +383,26 @@ func (n *Node) openGroups() (err error) {
 		return err
 	}
 	m := n.identity.Load().manifest
-	local := n.localGroups(m)
+	local, err := n.localGroups(m)
+	if err != nil {
+		return err
+	}
 	if err := n.ensureInitialState(m, local); err != nil {
 		return err
 	}
 	n.namespaces, n.registry = newNamespaces(n.arena), newRegistry(m, n.learn)
+	n.shardMap = newShardMap(m, n.wakeMover)
 	n.meta = newMachine(0, n.engine.Group(0))
-	n.meta.content = metaContent{n.namespaces, n.tokens, n.registry, n.engine.Group(0)}
+	n.meta.content = metaContent{n.namespaces, n.tokens, n.registry, n.shardMap, n.engine.Group(0)}
 	for _, id := range local {
-		sm := n.meta
-		if id != 0 {
-			if sm, err = n.openShard(uint32(id)); err != nil {
-				return err
+		if id == 0 {
+			if _, err := n.host.AddGroup(raft.GroupConfig{ID: 0, StateMachine: n.meta}); err != nil {
+				return fmt.Errorf("server: open group 0: %w", err)
 			}
+			continue
 		}
-		if _, err := n.host.AddGroup(raft.GroupConfig{ID: raft.GroupID(id), StateMachine: sm}); err != nil {
-			return fmt.Errorf("server: open group %d: %w", id, err)
+		if err := n.openShard(uint32(id)); err != nil {
+			return err
 		}
 	}
 	return nil
@@ -412,21 +424,26 @@ func (n *Node) markOpened() error {
 	return nil
 }
 
-// localGroups lists, in order, the groups with a replica here.
-func (n *Node) localGroups(m *kvdv1.Manifest) []uint64 {
+// localGroups lists, in order, the groups with a replica here. What a crash left half
+// made or half deleted is finished first.
+func (n *Node) localGroups(m *kvdv1.Manifest) ([]uint64, error) {
+	moved, err := n.finishReplicas()
+	if err != nil || moved != nil {
+		return moved, err
+	}
 	if n.identity.Load().joined != 0 {
-		return []uint64{0}
+		return []uint64{0}, nil
 	}
 	var groups []uint64
 	for id := uint64(0); id <= uint64(m.GetShards()); id++ {
-		voters, learners := placement(m, id)
+		voters, learners := manifestPlacement(m, id)
 		for _, node := range append(voters, learners...) {
 			if node == n.id() {
 				groups = append(groups, id)
 			}
 		}
 	}
-	return groups
+	return groups, nil
 }
 
 // ensureInitialState writes, once in a directory's life, the state from which every
@@ -459,7 +476,7 @@ func (n *Node) ensureInitialState(m *kvdv1.Manifest, groups []uint64) error {
 		if !bornHere {
 			empty = append(empty, id)
 		} else {
-			voters, learners := placement(m, id)
+			voters, learners := manifestPlacement(m, id)
 			first = engine.Meta{Applied: 1, AppliedTerm: 1, ConfigID: 1, Conf: &raftpb.ConfState{Voters: voters, Learners: learners}}
 		}
 		b := g.NewBatch()
@@ -515,19 +532,25 @@ func (n *Node) checkWhole(group uint64, meta engine.Meta, log engine.LogState) e
 	return fmt.Errorf("%w: %s has lost the %s store of group %d: if the store was only moved, put it back as it was; an older copy must not be used, for the node has promised things since; if it is lost, leave this node out", ErrDataDir, n.cfg.DataDir, lost, group)
 }
 
-func (n *Node) openShard(number uint32) (*machine, error) {
+// openShard opens this node's replica of a shard and lets it be found.
+func (n *Node) openShard(number uint32) error {
 	log, err := n.engine.OpenLog(uint64(number))
 	if err != nil {
-		return nil, err
+		return err
 	}
 	rec, err := n.arena.NewRecord(uint64(number), n.id(), log.Hard.GetTerm())
 	if err != nil {
-		return nil, err
+		return err
 	}
 	m := n.identity.Load().manifest
 	sh := newShard(number, keyPlace{m.GetHashSeed(), m.GetShards()}, n.engine.Group(uint64(number)), n.arena, rec, defaultWriterLimits)
-	n.shards[number] = sh
-	return sh.machine, nil
+	sh.made = n.cfg.Clock.Now()
+	if sh.g, err = n.host.AddGroup(raft.GroupConfig{ID: raft.GroupID(number), StateMachine: sh.machine}); err != nil {
+		rec.Retire()
+		return fmt.Errorf("server: open group %d: %w", number, err)
+	}
+	n.publishShard(number, sh)
+	return nil
 }
 
 // machine of a group with a replica here, or nil. The number may be a peer's.
@@ -538,7 +561,7 @@ func (n *Node) machine(g raft.GroupID) *machine {
 	case g > math.MaxUint32:
 		return nil
 	}
-	if sh := n.shards[uint32(g)]; sh != nil {
+	if sh := n.shard(uint32(g)); sh != nil {
 		return sh.machine
 	}
 	return nil
@@ -672,7 +695,7 @@ func (n *Node) release() error {
 	n.ready.Store(false)
 	n.hosting.Store(false)
 	// From here on no one-sided reader is confirmed by this node any more.
-	for _, sh := range n.shards {
+	for _, sh := range n.localShards() {
 		sh.record.Retire()
 	}
 	n.bgCancel()
@@ -693,7 +716,7 @@ func (n *Node) release() error {
 		errs = append(errs, n.arena.Close())
 	}
 	if n.engine != nil {
-		for _, sh := range n.shards {
+		for _, sh := range n.localShards() {
 			errs = append(errs, sh.dropStaged())
 		}
 		if n.meta != nil {

@@ -22,7 +22,7 @@ func (o operator) Shards(ctx context.Context, req *kvdv1.ShardsRequest) (*kvdv1.
 	if !n.ready.Load() {
 		return nil, errStarting
 	}
-	r := &kvdv1.ShardsResponse{NodeId: n.cfg.NodeID}
+	r := &kvdv1.ShardsResponse{NodeId: n.id()}
 	want := func(number uint32) bool { return len(req.GetShards()) == 0 || slices.Contains(req.GetShards(), number) }
 	for number := range n.identity.Load().manifest.GetShards() + 1 {
 		if m := n.machine(raft.GroupID(number)); m != nil && want(number) {
@@ -58,7 +58,10 @@ func (n *Node) heardOf(g raft.GroupID, node raft.NodeID) bool {
 
 // describeReplica is what this node says of its replica.
 func (n *Node) describeReplica(number uint32, m *machine) *kvdv1.ShardReplica {
-	st := n.host.Group(raft.GroupID(number)).Status()
+	st := raft.Status{} // of a replica that is leaving just now
+	if g := n.host.Group(raft.GroupID(number)); g != nil {
+		st = g.Status()
+	}
 	r := &kvdv1.ShardReplica{
 		Shard: number, Leading: st.Leading, LeaderNode: uint64(st.Leader), Term: st.Term, ConfigId: st.ConfigID,
 		Voters: st.Conf.GetVoters(), VotersOutgoing: st.Conf.GetVotersOutgoing(), Learners: st.Conf.GetLearners(),
@@ -70,13 +73,13 @@ func (n *Node) describeReplica(number uint32, m *machine) *kvdv1.ShardReplica {
 	if meta, err := m.eng.Meta(); err == nil {
 		r.Keys, r.Bytes = meta.Keys, meta.Bytes
 	}
-	if sh := n.shards[number]; sh != nil {
+	if sh := n.shard(number); sh != nil {
 		for _, sp := range *sh.spaces.Load() {
 			r.ResidentKeys += sp.Stats().Objects
 		}
 	}
 	for _, f := range st.Followers {
-		if uint64(f.Node) != n.cfg.NodeID {
+		if uint64(f.Node) != n.id() {
 			r.Others = append(r.Others, &kvdv1.ReplicaProgress{NodeId: uint64(f.Node), Match: f.Match, Learner: f.Learner, Active: f.Active, Snapshot: f.Snapshot})
 		}
 	}
@@ -99,7 +102,7 @@ func (n *Node) checkTransfer(ctx context.Context, st raft.Status, to uint64) err
 	}
 	for _, f := range st.Followers {
 		switch {
-		case uint64(f.Node) != to || to == n.cfg.NodeID:
+		case uint64(f.Node) != to || to == n.id():
 		case !f.Active && !n.heardOfSoon(ctx, st.ID, f.Node):
 			return failDetail(&kvdv1.ErrorDetail{Reason: kvdv1.ErrorDetail_REASON_NOT_READY, RetryAfterMs: 200}, "shard %d: node %d has not been heard of lately: see that it runs, or choose another of %v", st.ID, to, st.Conf.GetVoters())
 		case f.Snapshot:
@@ -136,7 +139,7 @@ func (o operator) Explain(ctx context.Context, req *kvdv1.ExplainRequest) (*kvdv
 	if err != nil {
 		return nil, err
 	}
-	r := &kvdv1.ExplainResponse{NodeId: n.cfg.NodeID, BootId: n.bootID}
+	r := &kvdv1.ExplainResponse{NodeId: n.id(), BootId: n.bootID}
 	sh, _, err := n.replica(req.GetKey())
 	if err != nil {
 		r.Reason, r.Detail = whyNoReplica, "this node has no replica of the key's shard"

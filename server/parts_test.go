@@ -152,7 +152,7 @@ func TestPlacement(t *testing.T) {
 		}
 		held := map[uint64]int{}
 		for g := uint64(1); g <= 64; g++ {
-			voters, learners := placement(m, g)
+			voters, learners := manifestPlacement(m, g)
 			require.Empty(t, learners)
 			require.Len(t, voters, int(m.GetReplication()))
 			require.True(t, slices.IsSorted(voters))
@@ -165,7 +165,7 @@ func TestPlacement(t *testing.T) {
 		for _, n := range held {
 			require.InDelta(t, 64*int(m.GetReplication())/nodes, n, 3)
 		}
-		voters, learners := placement(m, 0)
+		voters, learners := manifestPlacement(m, 0)
 		require.Len(t, append(slices.Clone(voters), learners...), nodes)
 		require.Equal(t, 1, len(voters)%2)
 		require.LessOrEqual(t, len(voters), 5)

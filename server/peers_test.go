@@ -47,7 +47,7 @@ func TestFollowerCatchesUpBySnapshot(t *testing.T) {
 	require.NoError(t, err)
 	leader := c.leaderOf(1)
 	away := (leader + 1) % 3
-	before := c.nodes[away].shards[1].appliedIndex()
+	before := c.nodes[away].shard(1).appliedIndex()
 	c.stopNode(away)
 	ctx := testContext(t)
 	kv := c.kv(leader)
@@ -73,10 +73,10 @@ func TestFollowerCatchesUpBySnapshot(t *testing.T) {
 	n := c.nodes[away]
 	sent := counted(t, ln, "kvd_snapshots_sent_total", "ok")
 	eventually(t, "the follower has everything", func() bool {
-		return n.shards[1].appliedIndex() >= ln.shards[1].appliedIndex()
+		return n.shard(1).appliedIndex() >= ln.shard(1).appliedIndex()
 	})
 	require.Greater(t, counted(t, ln, "kvd_snapshots_sent_total", "ok"), sent, "it came by the log")
-	sh := n.shards[1]
+	sh := n.shard(1)
 	_, resident := sh.space(1).Lookup([]byte("old"))
 	require.False(t, resident)
 	for i := range 150 {
@@ -175,8 +175,8 @@ func TestSnapshotIsRefused(t *testing.T) {
 	}
 	leader := c.leaderOf(1)
 	f := fakePeer{t: t, c: c, as: leader, to: (leader + 1) % 3}
-	target := c.nodes[f.to].shards[1]
-	eventually(t, "the follower has all", func() bool { return target.appliedIndex() == c.nodes[leader].shards[1].appliedIndex() })
+	target := c.nodes[f.to].shard(1)
+	eventually(t, "the follower has all", func() bool { return target.appliedIndex() == c.nodes[leader].shard(1).appliedIndex() })
 	before, index := dump(t, target.eng), target.appliedIndex()
 	const far = 1 << 20
 	foreign := func(s *snapshot) {

@@ -141,7 +141,7 @@ func (r *registry) apply(b *engine.Batch, index uint64, now int64, op *kvdv1.Nod
 		changed.Zone, changed.Rack, changed.Host = c.Update.GetZone(), c.Update.GetRack(), c.Update.GetHost()
 	case *kvdv1.NodeOp_Move:
 		have := findNode(nodes, c.Move.GetNodeId())
-		if have != nil && have.GetState() == c.Move.GetTo() {
+		if have != nil && have.GetState() == c.Move.GetTo() && have.GetLeadersOnly() == c.Move.GetLeadersOnly() {
 			return nodeResult{node: have}, nil
 		}
 		if why := whyNoMove(have, c.Move); why != "" {
@@ -149,6 +149,7 @@ func (r *registry) apply(b *engine.Batch, index uint64, now int64, op *kvdv1.Nod
 		}
 		changed = proto.Clone(have).(*kvdv1.NodeRecord)
 		changed.State, changed.SinceUnixMs = c.Move.GetTo(), now
+		changed.LeadersOnly = c.Move.GetLeadersOnly() && changed.State == kvdv1.NodeState_NODE_STATE_DRAINING
 	default:
 		return nodeResult{}, fmt.Errorf("%w: group 0 has a change of nodes that this version does not know", engine.ErrCorrupt)
 	}
@@ -191,7 +192,7 @@ func whyNoUpdate(have, want *kvdv1.NodeRecord) string {
 var nodeMoves = map[kvdv1.NodeState][]kvdv1.NodeState{
 	kvdv1.NodeState_NODE_STATE_JOINING:        {kvdv1.NodeState_NODE_STATE_ACTIVE, kvdv1.NodeState_NODE_STATE_DECOMMISSIONED},
 	kvdv1.NodeState_NODE_STATE_ACTIVE:         {kvdv1.NodeState_NODE_STATE_DRAINING, kvdv1.NodeState_NODE_STATE_DECOMMISSIONED},
-	kvdv1.NodeState_NODE_STATE_DRAINING:       {kvdv1.NodeState_NODE_STATE_ACTIVE, kvdv1.NodeState_NODE_STATE_DECOMMISSIONED},
+	kvdv1.NodeState_NODE_STATE_DRAINING:       {kvdv1.NodeState_NODE_STATE_DRAINING, kvdv1.NodeState_NODE_STATE_ACTIVE, kvdv1.NodeState_NODE_STATE_DECOMMISSIONED},
 	kvdv1.NodeState_NODE_STATE_DECOMMISSIONED: {kvdv1.NodeState_NODE_STATE_GONE},
 }
 

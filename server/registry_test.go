@@ -38,7 +38,7 @@ func (g *registryRig) open() {
 	m := &kvdv1.Manifest{Nodes: []*kvdv1.ManifestNode{{NodeId: 1, Incarnation: 11, Address: "a:1"}, {NodeId: 2, Incarnation: 12, Address: "b:1"}}}
 	g.reg = newRegistry(m, func(index uint64, nodes []*kvdv1.NodeRecord) { g.told = index })
 	g.m = newMachine(0, g.r.eng.Group(0))
-	g.m.content = metaContent{newNamespaces(g.r.arena), newTokens(nil), g.reg, g.r.eng.Group(0)}
+	g.m.content = metaContent{newNamespaces(g.r.arena), newTokens(nil), g.reg, newShardMap(m, func() {}), g.r.eng.Group(0)}
 	_, err := g.m.Open()
 	require.NoError(g.t, err)
 }

@@ -4,10 +4,13 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"sync"
 	"sync/atomic"
+	"time"
 
 	kvdv1 "github.com/kvd-io/kvd/api/kvd/v1"
 	"github.com/kvd-io/kvd/internal/chaos"
+	"github.com/kvd-io/kvd/raft"
 	"github.com/kvd-io/kvd/storage/arena"
 	"github.com/kvd-io/kvd/storage/engine"
 	"github.com/kvd-io/kvd/storage/layout"
@@ -21,6 +24,7 @@ const (
 	auxNamespace = 'n' // id -> NamespaceInfo (group 0)
 	auxToken     = 't' // id -> TokenRecord (group 0)
 	auxNode      = 'm' // id -> NodeRecord (group 0)
+	auxShard     = 's' // number -> ShardRecord (group 0)
 )
 
 // writeResult is what a write did; it is replicated state while its writer may retry.
@@ -43,6 +47,14 @@ type shard struct {
 	// spaces are the namespaces that have anything here. Replaced, never changed, so
 	// that readers need no lock.
 	spaces atomic.Pointer[map[uint32]*arena.Shard]
+	// g is this replica's group; set before the shard is published.
+	g *raft.Group
+	// gone: the replica has left this node. Set before any of its state is deleted, so
+	// whoever reads and then finds it unset has read what was there.
+	gone atomic.Bool
+	made time.Time // when it was opened
+	// unheard are learners that its leader does not hear, and since when.
+	unheard sync.Map // raft.NodeID -> time.Time
 }
 
 // keyPlace is what tells a key's shard, in the whole cluster alike.
@@ -305,6 +317,9 @@ func (s *shard) takeBack(namespace uint32, key []byte) (loc arena.Location, resi
 		return arena.Location{}, false, nil // busy with writes: some later read will do it
 	}
 	defer s.applyMu.Unlock()
+	if s.gone.Load() {
+		return arena.Location{}, false, nil
+	}
 	sp := s.openSpace(namespace)
 	if loc, resident := sp.Lookup(key); resident {
 		return loc, true, nil

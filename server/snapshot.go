@@ -75,6 +75,9 @@ func (p *peers) streamSnapshot(ctx context.Context, to raft.NodeID, g raft.Group
 	}
 	defer func() { err = errors.Join(err, snap.Close()) }()
 	meta := snap.Meta()
+	if meta.Applied == 0 {
+		return 0, errors.New("there is no state to send: the replica was just made, or has left")
+	}
 	m.Snapshot = &raftpb.Snapshot{Metadata: &raftpb.SnapshotMetadata{
 		Index: proto.Uint64(meta.Applied), Term: proto.Uint64(meta.AppliedTerm), ConfState: meta.Conf,
 	}}

@@ -74,7 +74,7 @@ func TestTokensContent(t *testing.T) {
 	open := func() (*tokens, *machine) {
 		known := newTokens(nil)
 		m := newMachine(0, g)
-		m.content = metaContent{newNamespaces(r.arena), known, newRegistry(&kvdv1.Manifest{}, func(uint64, []*kvdv1.NodeRecord) {}), g}
+		m.content = metaContent{newNamespaces(r.arena), known, newRegistry(&kvdv1.Manifest{}, func(uint64, []*kvdv1.NodeRecord) {}), newShardMap(&kvdv1.Manifest{}, func() {}), g}
 		_, err := m.Open()
 		require.NoError(t, err)
 		return known, m

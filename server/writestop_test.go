@@ -78,7 +78,7 @@ func TestWriteStreamEndsWithNode(t *testing.T) {
 	require.NoError(t, c.start(0))
 	for id := uint64(1); id <= last; id++ {
 		key := []byte(fmt.Sprint("key", id))
-		_, ok, err := c.nodes[0].shards[c.shardOf(key)].eng.Get(1, key)
+		_, ok, err := c.nodes[0].shard(c.shardOf(key)).eng.Get(1, key)
 		require.NoError(t, err)
 		require.Equal(t, done[id], ok, "write %d", id)
 	}

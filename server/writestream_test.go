@@ -81,7 +81,7 @@ func requireApplied(t testing.TB, r *kvdv1.WriteResult) {
 // stall keeps a shard from applying, and so its writes from being answered, until
 // the function is called.
 func (c *testCluster) stall(node int, shard uint32) (goOn func()) {
-	sh := c.nodes[node].shards[shard]
+	sh := c.nodes[node].shard(shard)
 	sh.applyMu.Lock()
 	held := true
 	goOn = func() {

@@ -147,7 +147,8 @@ problems.`,
 	}
 	complete("transport", transports...)
 	complete("output", "table", "json")
-	root.AddCommand(newGet(s), newPut(s), newDel(s), newLs(s), newNamespace(s), newToken(s), newStatus(s), newDoctor(s), newBackup(s), newRestore(s), newShards(s), newTransfer(s), newExplain(s))
+	root.AddCommand(newGet(s), newPut(s), newDel(s), newLs(s), newNamespace(s), newToken(s), newStatus(s), newDoctor(s), newBackup(s), newRestore(s), newShards(s), newTransfer(s), newExplain(s),
+		newMembers(s), newDrain(s), newDecommission(s), newRebalance(s))
 	return root
 }
 

@@ -71,6 +71,7 @@ func (s *startSettings) define(fs *pflag.FlagSet) {
 	fs.StringVar(&s.Zone, "zone", "", "failure domain of this node; replicas of a shard are kept apart by zone, rack and host")
 	fs.StringVar(&s.Rack, "rack", "", "failure domain within the zone")
 	fs.StringVar(&s.Host, "host", "", "failure domain within the rack (default: this host's name)")
+	fs.DurationVar(&s.ReplaceAfter, "replace-after", 10*time.Minute, "how long a node may be silent until its replicas are made anew on others")
 	fs.DurationVar(&s.BootstrapTimeout, "bootstrap-timeout", 2*time.Minute, "how long to wait at the first start for all peers, or to be let in")
 	fs.Uint32Var(&s.Shards, "shards", 128, "number of shards; fixed when the cluster is made")
 	fs.Uint32Var(&s.Replication, "replication", 3, "replicas of a shard, odd; fixed when the cluster is made, and reached when there are nodes enough")

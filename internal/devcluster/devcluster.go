@@ -122,6 +122,32 @@ func Start(ctx context.Context, cfg Config) (*Cluster, error) {
 	return c, nil
 }
 
+// Join starts one more node, which joins by way of the first, and returns when it serves.
+// Its id is the next where every node of the cluster was started by this package.
+func (c *Cluster) Join(ctx context.Context, extra ...string) (*Node, error) {
+	one := c.cfg
+	one.Nodes, one.Hosts = 1, nil
+	addrs, err := freeAddrs(one)
+	if err != nil {
+		return nil, err
+	}
+	id := uint64(len(c.nodes) + 1)
+	n := &Node{
+		ID: id, cfg: &c.cfg, Address: addrs[0].grpc, TCP: addrs[0].tcp, Metrics: fmt.Sprintf("http://%s/metrics", addrs[0].metrics),
+		DataDir: filepath.Join(c.cfg.Dir, fmt.Sprintf("node%d", id)),
+		LogFile: filepath.Join(c.cfg.Dir, fmt.Sprintf("node%d.log", id)),
+	}
+	n.args = append([]string{
+		"start", "--data-dir", n.DataDir, "--listen", n.Address, "--metrics-listen", addrs[0].metrics,
+		"--tcp-listen", n.TCP, "--join", c.nodes[0].Address,
+	}, append(slices.Clone(c.cfg.Args), extra...)...)
+	c.nodes = append(c.nodes, n)
+	if err := n.Start(); err != nil {
+		return nil, err
+	}
+	return n, n.AwaitServing(ctx)
+}
+
 // nodeAddrs are the listening addresses of one node.
 type nodeAddrs struct{ grpc, metrics, tcp string }
 

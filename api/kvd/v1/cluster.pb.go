@@ -83,17 +83,19 @@ func (NodeState) EnumDescriptor() ([]byte, []int) {
 // NodeRecord is a node as every node of the cluster knows it. It is never deleted: that
 // is how ids are not used twice.
 type NodeRecord struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	NodeId        uint64                 `protobuf:"varint,1,opt,name=node_id,json=nodeId,proto3" json:"node_id,omitempty"`
-	Incarnation   uint64                 `protobuf:"fixed64,2,opt,name=incarnation,proto3" json:"incarnation,omitempty"` // random, drawn by the node itself before it joined
-	Address       string                 `protobuf:"bytes,3,opt,name=address,proto3" json:"address,omitempty"`           // gRPC host:port
-	Zone          string                 `protobuf:"bytes,4,opt,name=zone,proto3" json:"zone,omitempty"`                 // failure domains, from the largest to the smallest
-	Rack          string                 `protobuf:"bytes,5,opt,name=rack,proto3" json:"rack,omitempty"`
-	Host          string                 `protobuf:"bytes,6,opt,name=host,proto3" json:"host,omitempty"`
-	Version       string                 `protobuf:"bytes,7,opt,name=version,proto3" json:"version,omitempty"`
-	State         NodeState              `protobuf:"varint,8,opt,name=state,proto3,enum=kvd.v1.NodeState" json:"state,omitempty"`
-	JoinedUnixMs  int64                  `protobuf:"varint,9,opt,name=joined_unix_ms,json=joinedUnixMs,proto3" json:"joined_unix_ms,omitempty"` // 0: with the cluster's beginning
-	SinceUnixMs   int64                  `protobuf:"varint,10,opt,name=since_unix_ms,json=sinceUnixMs,proto3" json:"since_unix_ms,omitempty"`   // in this state
+	state        protoimpl.MessageState `protogen:"open.v1"`
+	NodeId       uint64                 `protobuf:"varint,1,opt,name=node_id,json=nodeId,proto3" json:"node_id,omitempty"`
+	Incarnation  uint64                 `protobuf:"fixed64,2,opt,name=incarnation,proto3" json:"incarnation,omitempty"` // random, drawn by the node itself before it joined
+	Address      string                 `protobuf:"bytes,3,opt,name=address,proto3" json:"address,omitempty"`           // gRPC host:port
+	Zone         string                 `protobuf:"bytes,4,opt,name=zone,proto3" json:"zone,omitempty"`                 // failure domains, from the largest to the smallest
+	Rack         string                 `protobuf:"bytes,5,opt,name=rack,proto3" json:"rack,omitempty"`
+	Host         string                 `protobuf:"bytes,6,opt,name=host,proto3" json:"host,omitempty"`
+	Version      string                 `protobuf:"bytes,7,opt,name=version,proto3" json:"version,omitempty"`
+	State        NodeState              `protobuf:"varint,8,opt,name=state,proto3,enum=kvd.v1.NodeState" json:"state,omitempty"`
+	JoinedUnixMs int64                  `protobuf:"varint,9,opt,name=joined_unix_ms,json=joinedUnixMs,proto3" json:"joined_unix_ms,omitempty"` // 0: with the cluster's beginning
+	SinceUnixMs  int64                  `protobuf:"varint,10,opt,name=since_unix_ms,json=sinceUnixMs,proto3" json:"since_unix_ms,omitempty"`   // in this state
+	// While it is draining: its replicas stay, only leaders go.
+	LeadersOnly   bool `protobuf:"varint,11,opt,name=leaders_only,json=leadersOnly,proto3" json:"leaders_only,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -198,6 +200,13 @@ func (x *NodeRecord) GetSinceUnixMs() int64 {
 	return 0
 }
 
+func (x *NodeRecord) GetLeadersOnly() bool {
+	if x != nil {
+		return x.LeadersOnly
+	}
+	return false
+}
+
 type MembersRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -289,8 +298,11 @@ func (x *MembersResponse) GetLeaderNode() uint64 {
 type MemberStatus struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Node          *NodeRecord            `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`
-	Live          bool                   `protobuf:"varint,2,opt,name=live,proto3" json:"live,omitempty"`   // the leader of group 0 hears it
-	Voter         bool                   `protobuf:"varint,3,opt,name=voter,proto3" json:"voter,omitempty"` // of group 0; else it learns what group 0 decides
+	Live          bool                   `protobuf:"varint,2,opt,name=live,proto3" json:"live,omitempty"`         // the leader of group 0 hears it
+	Voter         bool                   `protobuf:"varint,3,opt,name=voter,proto3" json:"voter,omitempty"`       // of group 0; else it learns what group 0 decides
+	Replicas      uint32                 `protobuf:"varint,4,opt,name=replicas,proto3" json:"replicas,omitempty"` // of shards, those included that are on their way here or away
+	Leads         uint32                 `protobuf:"varint,5,opt,name=leads,proto3" json:"leads,omitempty"`
+	Bytes         uint64                 `protobuf:"varint,6,opt,name=bytes,proto3" json:"bytes,omitempty"` // of keys and values, in all replicas
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -346,6 +358,383 @@ func (x *MemberStatus) GetVoter() bool {
 	return false
 }
 
+func (x *MemberStatus) GetReplicas() uint32 {
+	if x != nil {
+		return x.Replicas
+	}
+	return 0
+}
+
+func (x *MemberStatus) GetLeads() uint32 {
+	if x != nil {
+		return x.Leads
+	}
+	return 0
+}
+
+func (x *MemberStatus) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
+type DrainRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	NodeId        uint64                 `protobuf:"varint,1,opt,name=node_id,json=nodeId,proto3" json:"node_id,omitempty"`
+	LeadersOnly   bool                   `protobuf:"varint,2,opt,name=leaders_only,json=leadersOnly,proto3" json:"leaders_only,omitempty"` // replicas stay: for a node that is back soon
+	Undo          bool                   `protobuf:"varint,3,opt,name=undo,proto3" json:"undo,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DrainRequest) Reset() {
+	*x = DrainRequest{}
+	mi := &file_kvd_v1_cluster_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DrainRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DrainRequest) ProtoMessage() {}
+
+func (x *DrainRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_cluster_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DrainRequest.ProtoReflect.Descriptor instead.
+func (*DrainRequest) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *DrainRequest) GetNodeId() uint64 {
+	if x != nil {
+		return x.NodeId
+	}
+	return 0
+}
+
+func (x *DrainRequest) GetLeadersOnly() bool {
+	if x != nil {
+		return x.LeadersOnly
+	}
+	return false
+}
+
+func (x *DrainRequest) GetUndo() bool {
+	if x != nil {
+		return x.Undo
+	}
+	return false
+}
+
+type DrainResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DrainResponse) Reset() {
+	*x = DrainResponse{}
+	mi := &file_kvd_v1_cluster_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DrainResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DrainResponse) ProtoMessage() {}
+
+func (x *DrainResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_cluster_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DrainResponse.ProtoReflect.Descriptor instead.
+func (*DrainResponse) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{5}
+}
+
+type DecommissionRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	NodeId        uint64                 `protobuf:"varint,1,opt,name=node_id,json=nodeId,proto3" json:"node_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DecommissionRequest) Reset() {
+	*x = DecommissionRequest{}
+	mi := &file_kvd_v1_cluster_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DecommissionRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DecommissionRequest) ProtoMessage() {}
+
+func (x *DecommissionRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_cluster_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DecommissionRequest.ProtoReflect.Descriptor instead.
+func (*DecommissionRequest) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *DecommissionRequest) GetNodeId() uint64 {
+	if x != nil {
+		return x.NodeId
+	}
+	return 0
+}
+
+type DecommissionResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DecommissionResponse) Reset() {
+	*x = DecommissionResponse{}
+	mi := &file_kvd_v1_cluster_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DecommissionResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DecommissionResponse) ProtoMessage() {}
+
+func (x *DecommissionResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_cluster_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DecommissionResponse.ProtoReflect.Descriptor instead.
+func (*DecommissionResponse) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{7}
+}
+
+type RebalanceRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	DryRun        bool                   `protobuf:"varint,1,opt,name=dry_run,json=dryRun,proto3" json:"dry_run,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RebalanceRequest) Reset() {
+	*x = RebalanceRequest{}
+	mi := &file_kvd_v1_cluster_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RebalanceRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RebalanceRequest) ProtoMessage() {}
+
+func (x *RebalanceRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_cluster_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RebalanceRequest.ProtoReflect.Descriptor instead.
+func (*RebalanceRequest) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *RebalanceRequest) GetDryRun() bool {
+	if x != nil {
+		return x.DryRun
+	}
+	return false
+}
+
+type RebalanceResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Moves         []*PlannedMove         `protobuf:"bytes,1,rep,name=moves,proto3" json:"moves,omitempty"`       // the next few; what they make possible comes after
+	Problems      []string               `protobuf:"bytes,2,rep,name=problems,proto3" json:"problems,omitempty"` // what can not be reached with these nodes
+	Moving        uint32                 `protobuf:"varint,3,opt,name=moving,proto3" json:"moving,omitempty"`    // shards that are on their way already
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RebalanceResponse) Reset() {
+	*x = RebalanceResponse{}
+	mi := &file_kvd_v1_cluster_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RebalanceResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RebalanceResponse) ProtoMessage() {}
+
+func (x *RebalanceResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_cluster_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RebalanceResponse.ProtoReflect.Descriptor instead.
+func (*RebalanceResponse) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *RebalanceResponse) GetMoves() []*PlannedMove {
+	if x != nil {
+		return x.Moves
+	}
+	return nil
+}
+
+func (x *RebalanceResponse) GetProblems() []string {
+	if x != nil {
+		return x.Problems
+	}
+	return nil
+}
+
+func (x *RebalanceResponse) GetMoving() uint32 {
+	if x != nil {
+		return x.Moving
+	}
+	return 0
+}
+
+type PlannedMove struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Shard         uint32                 `protobuf:"varint,1,opt,name=shard,proto3" json:"shard,omitempty"`
+	Add           uint64                 `protobuf:"varint,2,opt,name=add,proto3" json:"add,omitempty"`       // 0: none
+	Remove        uint64                 `protobuf:"varint,3,opt,name=remove,proto3" json:"remove,omitempty"` // 0: none
+	Leader        bool                   `protobuf:"varint,4,opt,name=leader,proto3" json:"leader,omitempty"` // leadership goes from remove to add; replicas stay
+	Reason        string                 `protobuf:"bytes,5,opt,name=reason,proto3" json:"reason,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PlannedMove) Reset() {
+	*x = PlannedMove{}
+	mi := &file_kvd_v1_cluster_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PlannedMove) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PlannedMove) ProtoMessage() {}
+
+func (x *PlannedMove) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_cluster_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PlannedMove.ProtoReflect.Descriptor instead.
+func (*PlannedMove) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *PlannedMove) GetShard() uint32 {
+	if x != nil {
+		return x.Shard
+	}
+	return 0
+}
+
+func (x *PlannedMove) GetAdd() uint64 {
+	if x != nil {
+		return x.Add
+	}
+	return 0
+}
+
+func (x *PlannedMove) GetRemove() uint64 {
+	if x != nil {
+		return x.Remove
+	}
+	return 0
+}
+
+func (x *PlannedMove) GetLeader() bool {
+	if x != nil {
+		return x.Leader
+	}
+	return false
+}
+
+func (x *PlannedMove) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
 type StatusRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -354,7 +743,7 @@ type StatusRequest struct {
 
 func (x *StatusRequest) Reset() {
 	*x = StatusRequest{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[4]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -366,7 +755,7 @@ func (x *StatusRequest) String() string {
 func (*StatusRequest) ProtoMessage() {}
 
 func (x *StatusRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[4]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -379,7 +768,7 @@ func (x *StatusRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatusRequest.ProtoReflect.Descriptor instead.
 func (*StatusRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{4}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{11}
 }
 
 type StatusResponse struct {
@@ -403,7 +792,7 @@ type StatusResponse struct {
 
 func (x *StatusResponse) Reset() {
 	*x = StatusResponse{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[5]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -415,7 +804,7 @@ func (x *StatusResponse) String() string {
 func (*StatusResponse) ProtoMessage() {}
 
 func (x *StatusResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[5]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -428,7 +817,7 @@ func (x *StatusResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatusResponse.ProtoReflect.Descriptor instead.
 func (*StatusResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{5}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *StatusResponse) GetClusterId() string {
@@ -542,7 +931,7 @@ type ShardStatus struct {
 
 func (x *ShardStatus) Reset() {
 	*x = ShardStatus{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[6]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -554,7 +943,7 @@ func (x *ShardStatus) String() string {
 func (*ShardStatus) ProtoMessage() {}
 
 func (x *ShardStatus) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[6]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -567,7 +956,7 @@ func (x *ShardStatus) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShardStatus.ProtoReflect.Descriptor instead.
 func (*ShardStatus) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{6}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *ShardStatus) GetShard() uint32 {
@@ -669,7 +1058,7 @@ type ArenaStatus struct {
 
 func (x *ArenaStatus) Reset() {
 	*x = ArenaStatus{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[7]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -681,7 +1070,7 @@ func (x *ArenaStatus) String() string {
 func (*ArenaStatus) ProtoMessage() {}
 
 func (x *ArenaStatus) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[7]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -694,7 +1083,7 @@ func (x *ArenaStatus) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ArenaStatus.ProtoReflect.Descriptor instead.
 func (*ArenaStatus) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{7}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ArenaStatus) GetLimitBytes() uint64 {
@@ -761,7 +1150,7 @@ type CreateNamespaceRequest struct {
 
 func (x *CreateNamespaceRequest) Reset() {
 	*x = CreateNamespaceRequest{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[8]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -773,7 +1162,7 @@ func (x *CreateNamespaceRequest) String() string {
 func (*CreateNamespaceRequest) ProtoMessage() {}
 
 func (x *CreateNamespaceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[8]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -786,7 +1175,7 @@ func (x *CreateNamespaceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateNamespaceRequest.ProtoReflect.Descriptor instead.
 func (*CreateNamespaceRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{8}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *CreateNamespaceRequest) GetName() string {
@@ -847,7 +1236,7 @@ type CreateNamespaceResponse struct {
 
 func (x *CreateNamespaceResponse) Reset() {
 	*x = CreateNamespaceResponse{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[9]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -859,7 +1248,7 @@ func (x *CreateNamespaceResponse) String() string {
 func (*CreateNamespaceResponse) ProtoMessage() {}
 
 func (x *CreateNamespaceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[9]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -872,7 +1261,7 @@ func (x *CreateNamespaceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateNamespaceResponse.ProtoReflect.Descriptor instead.
 func (*CreateNamespaceResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{9}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *CreateNamespaceResponse) GetNamespace() *NamespaceInfo {
@@ -890,7 +1279,7 @@ type ListNamespacesRequest struct {
 
 func (x *ListNamespacesRequest) Reset() {
 	*x = ListNamespacesRequest{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[10]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -902,7 +1291,7 @@ func (x *ListNamespacesRequest) String() string {
 func (*ListNamespacesRequest) ProtoMessage() {}
 
 func (x *ListNamespacesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[10]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -915,7 +1304,7 @@ func (x *ListNamespacesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListNamespacesRequest.ProtoReflect.Descriptor instead.
 func (*ListNamespacesRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{10}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{17}
 }
 
 type ListNamespacesResponse struct {
@@ -927,7 +1316,7 @@ type ListNamespacesResponse struct {
 
 func (x *ListNamespacesResponse) Reset() {
 	*x = ListNamespacesResponse{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[11]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -939,7 +1328,7 @@ func (x *ListNamespacesResponse) String() string {
 func (*ListNamespacesResponse) ProtoMessage() {}
 
 func (x *ListNamespacesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[11]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -952,7 +1341,7 @@ func (x *ListNamespacesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListNamespacesResponse.ProtoReflect.Descriptor instead.
 func (*ListNamespacesResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{11}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *ListNamespacesResponse) GetNamespaces() []*NamespaceInfo {
@@ -972,7 +1361,7 @@ type TransferLeaderRequest struct {
 
 func (x *TransferLeaderRequest) Reset() {
 	*x = TransferLeaderRequest{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[12]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -984,7 +1373,7 @@ func (x *TransferLeaderRequest) String() string {
 func (*TransferLeaderRequest) ProtoMessage() {}
 
 func (x *TransferLeaderRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[12]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -997,7 +1386,7 @@ func (x *TransferLeaderRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferLeaderRequest.ProtoReflect.Descriptor instead.
 func (*TransferLeaderRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{12}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *TransferLeaderRequest) GetShard() uint32 {
@@ -1022,7 +1411,7 @@ type TransferLeaderResponse struct {
 
 func (x *TransferLeaderResponse) Reset() {
 	*x = TransferLeaderResponse{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[13]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1034,7 +1423,7 @@ func (x *TransferLeaderResponse) String() string {
 func (*TransferLeaderResponse) ProtoMessage() {}
 
 func (x *TransferLeaderResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[13]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1047,7 +1436,7 @@ func (x *TransferLeaderResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferLeaderResponse.ProtoReflect.Descriptor instead.
 func (*TransferLeaderResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{13}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{20}
 }
 
 // Grant gives rights in one namespace, or in all. Admin includes read and write; admin
@@ -1064,7 +1453,7 @@ type Grant struct {
 
 func (x *Grant) Reset() {
 	*x = Grant{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[14]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1076,7 +1465,7 @@ func (x *Grant) String() string {
 func (*Grant) ProtoMessage() {}
 
 func (x *Grant) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[14]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1089,7 +1478,7 @@ func (x *Grant) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Grant.ProtoReflect.Descriptor instead.
 func (*Grant) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{14}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Grant) GetNamespace() string {
@@ -1134,7 +1523,7 @@ type TokenInfo struct {
 
 func (x *TokenInfo) Reset() {
 	*x = TokenInfo{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[15]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1146,7 +1535,7 @@ func (x *TokenInfo) String() string {
 func (*TokenInfo) ProtoMessage() {}
 
 func (x *TokenInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[15]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1159,7 +1548,7 @@ func (x *TokenInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenInfo.ProtoReflect.Descriptor instead.
 func (*TokenInfo) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{15}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *TokenInfo) GetId() string {
@@ -1210,7 +1599,7 @@ type CreateTokenRequest struct {
 
 func (x *CreateTokenRequest) Reset() {
 	*x = CreateTokenRequest{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[16]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1222,7 +1611,7 @@ func (x *CreateTokenRequest) String() string {
 func (*CreateTokenRequest) ProtoMessage() {}
 
 func (x *CreateTokenRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[16]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1235,7 +1624,7 @@ func (x *CreateTokenRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateTokenRequest.ProtoReflect.Descriptor instead.
 func (*CreateTokenRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{16}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *CreateTokenRequest) GetId() string {
@@ -1282,7 +1671,7 @@ type CreateTokenResponse struct {
 
 func (x *CreateTokenResponse) Reset() {
 	*x = CreateTokenResponse{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[17]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1294,7 +1683,7 @@ func (x *CreateTokenResponse) String() string {
 func (*CreateTokenResponse) ProtoMessage() {}
 
 func (x *CreateTokenResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[17]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1307,7 +1696,7 @@ func (x *CreateTokenResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateTokenResponse.ProtoReflect.Descriptor instead.
 func (*CreateTokenResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{17}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *CreateTokenResponse) GetToken() *TokenInfo {
@@ -1325,7 +1714,7 @@ type ListTokensRequest struct {
 
 func (x *ListTokensRequest) Reset() {
 	*x = ListTokensRequest{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[18]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1337,7 +1726,7 @@ func (x *ListTokensRequest) String() string {
 func (*ListTokensRequest) ProtoMessage() {}
 
 func (x *ListTokensRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[18]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1350,7 +1739,7 @@ func (x *ListTokensRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTokensRequest.ProtoReflect.Descriptor instead.
 func (*ListTokensRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{18}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{25}
 }
 
 type ListTokensResponse struct {
@@ -1362,7 +1751,7 @@ type ListTokensResponse struct {
 
 func (x *ListTokensResponse) Reset() {
 	*x = ListTokensResponse{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[19]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1374,7 +1763,7 @@ func (x *ListTokensResponse) String() string {
 func (*ListTokensResponse) ProtoMessage() {}
 
 func (x *ListTokensResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[19]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1387,7 +1776,7 @@ func (x *ListTokensResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTokensResponse.ProtoReflect.Descriptor instead.
 func (*ListTokensResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{19}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *ListTokensResponse) GetTokens() []*TokenInfo {
@@ -1406,7 +1795,7 @@ type RevokeTokenRequest struct {
 
 func (x *RevokeTokenRequest) Reset() {
 	*x = RevokeTokenRequest{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[20]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1418,7 +1807,7 @@ func (x *RevokeTokenRequest) String() string {
 func (*RevokeTokenRequest) ProtoMessage() {}
 
 func (x *RevokeTokenRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[20]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1431,7 +1820,7 @@ func (x *RevokeTokenRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevokeTokenRequest.ProtoReflect.Descriptor instead.
 func (*RevokeTokenRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{20}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *RevokeTokenRequest) GetId() string {
@@ -1449,7 +1838,7 @@ type RevokeTokenResponse struct {
 
 func (x *RevokeTokenResponse) Reset() {
 	*x = RevokeTokenResponse{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[21]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1461,7 +1850,7 @@ func (x *RevokeTokenResponse) String() string {
 func (*RevokeTokenResponse) ProtoMessage() {}
 
 func (x *RevokeTokenResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[21]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1474,7 +1863,7 @@ func (x *RevokeTokenResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevokeTokenResponse.ProtoReflect.Descriptor instead.
 func (*RevokeTokenResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{21}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{28}
 }
 
 type RotateKeysRequest struct {
@@ -1486,7 +1875,7 @@ type RotateKeysRequest struct {
 
 func (x *RotateKeysRequest) Reset() {
 	*x = RotateKeysRequest{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[22]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1498,7 +1887,7 @@ func (x *RotateKeysRequest) String() string {
 func (*RotateKeysRequest) ProtoMessage() {}
 
 func (x *RotateKeysRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[22]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1511,7 +1900,7 @@ func (x *RotateKeysRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RotateKeysRequest.ProtoReflect.Descriptor instead.
 func (*RotateKeysRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{22}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *RotateKeysRequest) GetNamespace() string {
@@ -1530,7 +1919,7 @@ type RotateKeysResponse struct {
 
 func (x *RotateKeysResponse) Reset() {
 	*x = RotateKeysResponse{}
-	mi := &file_kvd_v1_cluster_proto_msgTypes[23]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1542,7 +1931,7 @@ func (x *RotateKeysResponse) String() string {
 func (*RotateKeysResponse) ProtoMessage() {}
 
 func (x *RotateKeysResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_cluster_proto_msgTypes[23]
+	mi := &file_kvd_v1_cluster_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1555,7 +1944,7 @@ func (x *RotateKeysResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RotateKeysResponse.ProtoReflect.Descriptor instead.
 func (*RotateKeysResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{23}
+	return file_kvd_v1_cluster_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *RotateKeysResponse) GetSessions() uint32 {
@@ -1569,7 +1958,7 @@ var File_kvd_v1_cluster_proto protoreflect.FileDescriptor
 
 const file_kvd_v1_cluster_proto_rawDesc = "" +
 	"\n" +
-	"\x14kvd/v1/cluster.proto\x12\x06kvd.v1\x1a\x13kvd/v1/access.proto\"\xaa\x02\n" +
+	"\x14kvd/v1/cluster.proto\x12\x06kvd.v1\x1a\x13kvd/v1/access.proto\"\xcd\x02\n" +
 	"\n" +
 	"NodeRecord\x12\x17\n" +
 	"\anode_id\x18\x01 \x01(\x04R\x06nodeId\x12 \n" +
@@ -1582,16 +1971,40 @@ const file_kvd_v1_cluster_proto_rawDesc = "" +
 	"\x05state\x18\b \x01(\x0e2\x11.kvd.v1.NodeStateR\x05state\x12$\n" +
 	"\x0ejoined_unix_ms\x18\t \x01(\x03R\fjoinedUnixMs\x12\"\n" +
 	"\rsince_unix_ms\x18\n" +
-	" \x01(\x03R\vsinceUnixMs\"\x10\n" +
+	" \x01(\x03R\vsinceUnixMs\x12!\n" +
+	"\fleaders_only\x18\v \x01(\bR\vleadersOnly\"\x10\n" +
 	"\x0eMembersRequest\"b\n" +
 	"\x0fMembersResponse\x12.\n" +
 	"\amembers\x18\x01 \x03(\v2\x14.kvd.v1.MemberStatusR\amembers\x12\x1f\n" +
 	"\vleader_node\x18\x02 \x01(\x04R\n" +
-	"leaderNode\"`\n" +
+	"leaderNode\"\xa8\x01\n" +
 	"\fMemberStatus\x12&\n" +
 	"\x04node\x18\x01 \x01(\v2\x12.kvd.v1.NodeRecordR\x04node\x12\x12\n" +
 	"\x04live\x18\x02 \x01(\bR\x04live\x12\x14\n" +
-	"\x05voter\x18\x03 \x01(\bR\x05voter\"\x0f\n" +
+	"\x05voter\x18\x03 \x01(\bR\x05voter\x12\x1a\n" +
+	"\breplicas\x18\x04 \x01(\rR\breplicas\x12\x14\n" +
+	"\x05leads\x18\x05 \x01(\rR\x05leads\x12\x14\n" +
+	"\x05bytes\x18\x06 \x01(\x04R\x05bytes\"^\n" +
+	"\fDrainRequest\x12\x17\n" +
+	"\anode_id\x18\x01 \x01(\x04R\x06nodeId\x12!\n" +
+	"\fleaders_only\x18\x02 \x01(\bR\vleadersOnly\x12\x12\n" +
+	"\x04undo\x18\x03 \x01(\bR\x04undo\"\x0f\n" +
+	"\rDrainResponse\".\n" +
+	"\x13DecommissionRequest\x12\x17\n" +
+	"\anode_id\x18\x01 \x01(\x04R\x06nodeId\"\x16\n" +
+	"\x14DecommissionResponse\"+\n" +
+	"\x10RebalanceRequest\x12\x17\n" +
+	"\adry_run\x18\x01 \x01(\bR\x06dryRun\"r\n" +
+	"\x11RebalanceResponse\x12)\n" +
+	"\x05moves\x18\x01 \x03(\v2\x13.kvd.v1.PlannedMoveR\x05moves\x12\x1a\n" +
+	"\bproblems\x18\x02 \x03(\tR\bproblems\x12\x16\n" +
+	"\x06moving\x18\x03 \x01(\rR\x06moving\"}\n" +
+	"\vPlannedMove\x12\x14\n" +
+	"\x05shard\x18\x01 \x01(\rR\x05shard\x12\x10\n" +
+	"\x03add\x18\x02 \x01(\x04R\x03add\x12\x16\n" +
+	"\x06remove\x18\x03 \x01(\x04R\x06remove\x12\x16\n" +
+	"\x06leader\x18\x04 \x01(\bR\x06leader\x12\x16\n" +
+	"\x06reason\x18\x05 \x01(\tR\x06reason\"\x0f\n" +
 	"\rStatusRequest\"\xcc\x03\n" +
 	"\x0eStatusResponse\x12\x1d\n" +
 	"\n" +
@@ -1696,7 +2109,7 @@ const file_kvd_v1_cluster_proto_rawDesc = "" +
 	"\x11NODE_STATE_ACTIVE\x10\x02\x12\x17\n" +
 	"\x13NODE_STATE_DRAINING\x10\x03\x12\x1d\n" +
 	"\x19NODE_STATE_DECOMMISSIONED\x10\x04\x12\x13\n" +
-	"\x0fNODE_STATE_GONE\x10\x052\x8e\x05\n" +
+	"\x0fNODE_STATE_GONE\x10\x052\xd1\x06\n" +
 	"\aCluster\x127\n" +
 	"\x06Status\x12\x15.kvd.v1.StatusRequest\x1a\x16.kvd.v1.StatusResponse\x12R\n" +
 	"\x0fCreateNamespace\x12\x1e.kvd.v1.CreateNamespaceRequest\x1a\x1f.kvd.v1.CreateNamespaceResponse\x12O\n" +
@@ -1708,7 +2121,10 @@ const file_kvd_v1_cluster_proto_rawDesc = "" +
 	"\vRevokeToken\x12\x1a.kvd.v1.RevokeTokenRequest\x1a\x1b.kvd.v1.RevokeTokenResponse\x12C\n" +
 	"\n" +
 	"RotateKeys\x12\x19.kvd.v1.RotateKeysRequest\x1a\x1a.kvd.v1.RotateKeysResponse\x12:\n" +
-	"\aMembers\x12\x16.kvd.v1.MembersRequest\x1a\x17.kvd.v1.MembersResponseB(Z&github.com/kvd-io/kvd/api/kvd/v1;kvdv1b\x06proto3"
+	"\aMembers\x12\x16.kvd.v1.MembersRequest\x1a\x17.kvd.v1.MembersResponse\x124\n" +
+	"\x05Drain\x12\x14.kvd.v1.DrainRequest\x1a\x15.kvd.v1.DrainResponse\x12I\n" +
+	"\fDecommission\x12\x1b.kvd.v1.DecommissionRequest\x1a\x1c.kvd.v1.DecommissionResponse\x12@\n" +
+	"\tRebalance\x12\x18.kvd.v1.RebalanceRequest\x1a\x19.kvd.v1.RebalanceResponseB(Z&github.com/kvd-io/kvd/api/kvd/v1;kvdv1b\x06proto3"
 
 var (
 	file_kvd_v1_cluster_proto_rawDescOnce sync.Once
@@ -1723,72 +2139,86 @@ func file_kvd_v1_cluster_proto_rawDescGZIP() []byte {
 }
 
 var file_kvd_v1_cluster_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_kvd_v1_cluster_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
+var file_kvd_v1_cluster_proto_msgTypes = make([]protoimpl.MessageInfo, 31)
 var file_kvd_v1_cluster_proto_goTypes = []any{
 	(NodeState)(0),                  // 0: kvd.v1.NodeState
 	(*NodeRecord)(nil),              // 1: kvd.v1.NodeRecord
 	(*MembersRequest)(nil),          // 2: kvd.v1.MembersRequest
 	(*MembersResponse)(nil),         // 3: kvd.v1.MembersResponse
 	(*MemberStatus)(nil),            // 4: kvd.v1.MemberStatus
-	(*StatusRequest)(nil),           // 5: kvd.v1.StatusRequest
-	(*StatusResponse)(nil),          // 6: kvd.v1.StatusResponse
-	(*ShardStatus)(nil),             // 7: kvd.v1.ShardStatus
-	(*ArenaStatus)(nil),             // 8: kvd.v1.ArenaStatus
-	(*CreateNamespaceRequest)(nil),  // 9: kvd.v1.CreateNamespaceRequest
-	(*CreateNamespaceResponse)(nil), // 10: kvd.v1.CreateNamespaceResponse
-	(*ListNamespacesRequest)(nil),   // 11: kvd.v1.ListNamespacesRequest
-	(*ListNamespacesResponse)(nil),  // 12: kvd.v1.ListNamespacesResponse
-	(*TransferLeaderRequest)(nil),   // 13: kvd.v1.TransferLeaderRequest
-	(*TransferLeaderResponse)(nil),  // 14: kvd.v1.TransferLeaderResponse
-	(*Grant)(nil),                   // 15: kvd.v1.Grant
-	(*TokenInfo)(nil),               // 16: kvd.v1.TokenInfo
-	(*CreateTokenRequest)(nil),      // 17: kvd.v1.CreateTokenRequest
-	(*CreateTokenResponse)(nil),     // 18: kvd.v1.CreateTokenResponse
-	(*ListTokensRequest)(nil),       // 19: kvd.v1.ListTokensRequest
-	(*ListTokensResponse)(nil),      // 20: kvd.v1.ListTokensResponse
-	(*RevokeTokenRequest)(nil),      // 21: kvd.v1.RevokeTokenRequest
-	(*RevokeTokenResponse)(nil),     // 22: kvd.v1.RevokeTokenResponse
-	(*RotateKeysRequest)(nil),       // 23: kvd.v1.RotateKeysRequest
-	(*RotateKeysResponse)(nil),      // 24: kvd.v1.RotateKeysResponse
-	(*Member)(nil),                  // 25: kvd.v1.Member
-	(*NamespaceInfo)(nil),           // 26: kvd.v1.NamespaceInfo
+	(*DrainRequest)(nil),            // 5: kvd.v1.DrainRequest
+	(*DrainResponse)(nil),           // 6: kvd.v1.DrainResponse
+	(*DecommissionRequest)(nil),     // 7: kvd.v1.DecommissionRequest
+	(*DecommissionResponse)(nil),    // 8: kvd.v1.DecommissionResponse
+	(*RebalanceRequest)(nil),        // 9: kvd.v1.RebalanceRequest
+	(*RebalanceResponse)(nil),       // 10: kvd.v1.RebalanceResponse
+	(*PlannedMove)(nil),             // 11: kvd.v1.PlannedMove
+	(*StatusRequest)(nil),           // 12: kvd.v1.StatusRequest
+	(*StatusResponse)(nil),          // 13: kvd.v1.StatusResponse
+	(*ShardStatus)(nil),             // 14: kvd.v1.ShardStatus
+	(*ArenaStatus)(nil),             // 15: kvd.v1.ArenaStatus
+	(*CreateNamespaceRequest)(nil),  // 16: kvd.v1.CreateNamespaceRequest
+	(*CreateNamespaceResponse)(nil), // 17: kvd.v1.CreateNamespaceResponse
+	(*ListNamespacesRequest)(nil),   // 18: kvd.v1.ListNamespacesRequest
+	(*ListNamespacesResponse)(nil),  // 19: kvd.v1.ListNamespacesResponse
+	(*TransferLeaderRequest)(nil),   // 20: kvd.v1.TransferLeaderRequest
+	(*TransferLeaderResponse)(nil),  // 21: kvd.v1.TransferLeaderResponse
+	(*Grant)(nil),                   // 22: kvd.v1.Grant
+	(*TokenInfo)(nil),               // 23: kvd.v1.TokenInfo
+	(*CreateTokenRequest)(nil),      // 24: kvd.v1.CreateTokenRequest
+	(*CreateTokenResponse)(nil),     // 25: kvd.v1.CreateTokenResponse
+	(*ListTokensRequest)(nil),       // 26: kvd.v1.ListTokensRequest
+	(*ListTokensResponse)(nil),      // 27: kvd.v1.ListTokensResponse
+	(*RevokeTokenRequest)(nil),      // 28: kvd.v1.RevokeTokenRequest
+	(*RevokeTokenResponse)(nil),     // 29: kvd.v1.RevokeTokenResponse
+	(*RotateKeysRequest)(nil),       // 30: kvd.v1.RotateKeysRequest
+	(*RotateKeysResponse)(nil),      // 31: kvd.v1.RotateKeysResponse
+	(*Member)(nil),                  // 32: kvd.v1.Member
+	(*NamespaceInfo)(nil),           // 33: kvd.v1.NamespaceInfo
 }
 var file_kvd_v1_cluster_proto_depIdxs = []int32{
 	0,  // 0: kvd.v1.NodeRecord.state:type_name -> kvd.v1.NodeState
 	4,  // 1: kvd.v1.MembersResponse.members:type_name -> kvd.v1.MemberStatus
 	1,  // 2: kvd.v1.MemberStatus.node:type_name -> kvd.v1.NodeRecord
-	25, // 3: kvd.v1.StatusResponse.members:type_name -> kvd.v1.Member
-	7,  // 4: kvd.v1.StatusResponse.shards:type_name -> kvd.v1.ShardStatus
-	8,  // 5: kvd.v1.StatusResponse.arena:type_name -> kvd.v1.ArenaStatus
-	26, // 6: kvd.v1.CreateNamespaceResponse.namespace:type_name -> kvd.v1.NamespaceInfo
-	26, // 7: kvd.v1.ListNamespacesResponse.namespaces:type_name -> kvd.v1.NamespaceInfo
-	15, // 8: kvd.v1.TokenInfo.grants:type_name -> kvd.v1.Grant
-	15, // 9: kvd.v1.CreateTokenRequest.grants:type_name -> kvd.v1.Grant
-	16, // 10: kvd.v1.CreateTokenResponse.token:type_name -> kvd.v1.TokenInfo
-	16, // 11: kvd.v1.ListTokensResponse.tokens:type_name -> kvd.v1.TokenInfo
-	5,  // 12: kvd.v1.Cluster.Status:input_type -> kvd.v1.StatusRequest
-	9,  // 13: kvd.v1.Cluster.CreateNamespace:input_type -> kvd.v1.CreateNamespaceRequest
-	11, // 14: kvd.v1.Cluster.ListNamespaces:input_type -> kvd.v1.ListNamespacesRequest
-	13, // 15: kvd.v1.Cluster.TransferLeader:input_type -> kvd.v1.TransferLeaderRequest
-	17, // 16: kvd.v1.Cluster.CreateToken:input_type -> kvd.v1.CreateTokenRequest
-	19, // 17: kvd.v1.Cluster.ListTokens:input_type -> kvd.v1.ListTokensRequest
-	21, // 18: kvd.v1.Cluster.RevokeToken:input_type -> kvd.v1.RevokeTokenRequest
-	23, // 19: kvd.v1.Cluster.RotateKeys:input_type -> kvd.v1.RotateKeysRequest
-	2,  // 20: kvd.v1.Cluster.Members:input_type -> kvd.v1.MembersRequest
-	6,  // 21: kvd.v1.Cluster.Status:output_type -> kvd.v1.StatusResponse
-	10, // 22: kvd.v1.Cluster.CreateNamespace:output_type -> kvd.v1.CreateNamespaceResponse
-	12, // 23: kvd.v1.Cluster.ListNamespaces:output_type -> kvd.v1.ListNamespacesResponse
-	14, // 24: kvd.v1.Cluster.TransferLeader:output_type -> kvd.v1.TransferLeaderResponse
-	18, // 25: kvd.v1.Cluster.CreateToken:output_type -> kvd.v1.CreateTokenResponse
-	20, // 26: kvd.v1.Cluster.ListTokens:output_type -> kvd.v1.ListTokensResponse
-	22, // 27: kvd.v1.Cluster.RevokeToken:output_type -> kvd.v1.RevokeTokenResponse
-	24, // 28: kvd.v1.Cluster.RotateKeys:output_type -> kvd.v1.RotateKeysResponse
-	3,  // 29: kvd.v1.Cluster.Members:output_type -> kvd.v1.MembersResponse
-	21, // [21:30] is the sub-list for method output_type
-	12, // [12:21] is the sub-list for method input_type
-	12, // [12:12] is the sub-list for extension type_name
-	12, // [12:12] is the sub-list for extension extendee
-	0,  // [0:12] is the sub-list for field type_name
+	11, // 3: kvd.v1.RebalanceResponse.moves:type_name -> kvd.v1.PlannedMove
+	32, // 4: kvd.v1.StatusResponse.members:type_name -> kvd.v1.Member
+	14, // 5: kvd.v1.StatusResponse.shards:type_name -> kvd.v1.ShardStatus
+	15, // 6: kvd.v1.StatusResponse.arena:type_name -> kvd.v1.ArenaStatus
+	33, // 7: kvd.v1.CreateNamespaceResponse.namespace:type_name -> kvd.v1.NamespaceInfo
+	33, // 8: kvd.v1.ListNamespacesResponse.namespaces:type_name -> kvd.v1.NamespaceInfo
+	22, // 9: kvd.v1.TokenInfo.grants:type_name -> kvd.v1.Grant
+	22, // 10: kvd.v1.CreateTokenRequest.grants:type_name -> kvd.v1.Grant
+	23, // 11: kvd.v1.CreateTokenResponse.token:type_name -> kvd.v1.TokenInfo
+	23, // 12: kvd.v1.ListTokensResponse.tokens:type_name -> kvd.v1.TokenInfo
+	12, // 13: kvd.v1.Cluster.Status:input_type -> kvd.v1.StatusRequest
+	16, // 14: kvd.v1.Cluster.CreateNamespace:input_type -> kvd.v1.CreateNamespaceRequest
+	18, // 15: kvd.v1.Cluster.ListNamespaces:input_type -> kvd.v1.ListNamespacesRequest
+	20, // 16: kvd.v1.Cluster.TransferLeader:input_type -> kvd.v1.TransferLeaderRequest
+	24, // 17: kvd.v1.Cluster.CreateToken:input_type -> kvd.v1.CreateTokenRequest
+	26, // 18: kvd.v1.Cluster.ListTokens:input_type -> kvd.v1.ListTokensRequest
+	28, // 19: kvd.v1.Cluster.RevokeToken:input_type -> kvd.v1.RevokeTokenRequest
+	30, // 20: kvd.v1.Cluster.RotateKeys:input_type -> kvd.v1.RotateKeysRequest
+	2,  // 21: kvd.v1.Cluster.Members:input_type -> kvd.v1.MembersRequest
+	5,  // 22: kvd.v1.Cluster.Drain:input_type -> kvd.v1.DrainRequest
+	7,  // 23: kvd.v1.Cluster.Decommission:input_type -> kvd.v1.DecommissionRequest
+	9,  // 24: kvd.v1.Cluster.Rebalance:input_type -> kvd.v1.RebalanceRequest
+	13, // 25: kvd.v1.Cluster.Status:output_type -> kvd.v1.StatusResponse
+	17, // 26: kvd.v1.Cluster.CreateNamespace:output_type -> kvd.v1.CreateNamespaceResponse
+	19, // 27: kvd.v1.Cluster.ListNamespaces:output_type -> kvd.v1.ListNamespacesResponse
+	21, // 28: kvd.v1.Cluster.TransferLeader:output_type -> kvd.v1.TransferLeaderResponse
+	25, // 29: kvd.v1.Cluster.CreateToken:output_type -> kvd.v1.CreateTokenResponse
+	27, // 30: kvd.v1.Cluster.ListTokens:output_type -> kvd.v1.ListTokensResponse
+	29, // 31: kvd.v1.Cluster.RevokeToken:output_type -> kvd.v1.RevokeTokenResponse
+	31, // 32: kvd.v1.Cluster.RotateKeys:output_type -> kvd.v1.RotateKeysResponse
+	3,  // 33: kvd.v1.Cluster.Members:output_type -> kvd.v1.MembersResponse
+	6,  // 34: kvd.v1.Cluster.Drain:output_type -> kvd.v1.DrainResponse
+	8,  // 35: kvd.v1.Cluster.Decommission:output_type -> kvd.v1.DecommissionResponse
+	10, // 36: kvd.v1.Cluster.Rebalance:output_type -> kvd.v1.RebalanceResponse
+	25, // [25:37] is the sub-list for method output_type
+	13, // [13:25] is the sub-list for method input_type
+	13, // [13:13] is the sub-list for extension type_name
+	13, // [13:13] is the sub-list for extension extendee
+	0,  // [0:13] is the sub-list for field type_name
 }
 
 func init() { file_kvd_v1_cluster_proto_init() }
@@ -1803,7 +2233,7 @@ func file_kvd_v1_cluster_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvd_v1_cluster_proto_rawDesc), len(file_kvd_v1_cluster_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   24,
+			NumMessages:   31,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -28,6 +28,9 @@ const (
 	Cluster_RevokeToken_FullMethodName     = "/kvd.v1.Cluster/RevokeToken"
 	Cluster_RotateKeys_FullMethodName      = "/kvd.v1.Cluster/RotateKeys"
 	Cluster_Members_FullMethodName         = "/kvd.v1.Cluster/Members"
+	Cluster_Drain_FullMethodName           = "/kvd.v1.Cluster/Drain"
+	Cluster_Decommission_FullMethodName    = "/kvd.v1.Cluster/Decommission"
+	Cluster_Rebalance_FullMethodName       = "/kvd.v1.Cluster/Rebalance"
 )
 
 // ClusterClient is the client API for Cluster service.
@@ -53,6 +56,14 @@ type ClusterClient interface {
 	RotateKeys(ctx context.Context, in *RotateKeysRequest, opts ...grpc.CallOption) (*RotateKeysResponse, error)
 	// Members lists the nodes as group 0 knows them; the answer is its leader's.
 	Members(ctx context.Context, in *MembersRequest, opts ...grpc.CallOption) (*MembersResponse, error)
+	// Drain has a node's leaders and replicas moved away. It returns at once: Members tells
+	// how far it is.
+	Drain(ctx context.Context, in *DrainRequest, opts ...grpc.CallOption) (*DrainResponse, error)
+	// Decommission drains a node for good: when it is empty it leaves the cluster, and its id
+	// is never used again.
+	Decommission(ctx context.Context, in *DecommissionRequest, opts ...grpc.CallOption) (*DecommissionResponse, error)
+	// Rebalance tells what would be moved now, and has it moved unless it is a dry run.
+	Rebalance(ctx context.Context, in *RebalanceRequest, opts ...grpc.CallOption) (*RebalanceResponse, error)
 }
 
 type clusterClient struct {
@@ -153,6 +164,36 @@ func (c *clusterClient) Members(ctx context.Context, in *MembersRequest, opts ..
 	return out, nil
 }
 
+func (c *clusterClient) Drain(ctx context.Context, in *DrainRequest, opts ...grpc.CallOption) (*DrainResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(DrainResponse)
+	err := c.cc.Invoke(ctx, Cluster_Drain_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *clusterClient) Decommission(ctx context.Context, in *DecommissionRequest, opts ...grpc.CallOption) (*DecommissionResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(DecommissionResponse)
+	err := c.cc.Invoke(ctx, Cluster_Decommission_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *clusterClient) Rebalance(ctx context.Context, in *RebalanceRequest, opts ...grpc.CallOption) (*RebalanceResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(RebalanceResponse)
+	err := c.cc.Invoke(ctx, Cluster_Rebalance_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // ClusterServer is the server API for Cluster service.
 // All implementations must embed UnimplementedClusterServer
 // for forward compatibility.
@@ -176,6 +217,14 @@ type ClusterServer interface {
 	RotateKeys(context.Context, *RotateKeysRequest) (*RotateKeysResponse, error)
 	// Members lists the nodes as group 0 knows them; the answer is its leader's.
 	Members(context.Context, *MembersRequest) (*MembersResponse, error)
+	// Drain has a node's leaders and replicas moved away. It returns at once: Members tells
+	// how far it is.
+	Drain(context.Context, *DrainRequest) (*DrainResponse, error)
+	// Decommission drains a node for good: when it is empty it leaves the cluster, and its id
+	// is never used again.
+	Decommission(context.Context, *DecommissionRequest) (*DecommissionResponse, error)
+	// Rebalance tells what would be moved now, and has it moved unless it is a dry run.
+	Rebalance(context.Context, *RebalanceRequest) (*RebalanceResponse, error)
 	mustEmbedUnimplementedClusterServer()
 }
 
@@ -212,6 +261,15 @@ func (UnimplementedClusterServer) RotateKeys(context.Context, *RotateKeysRequest
 }
 func (UnimplementedClusterServer) Members(context.Context, *MembersRequest) (*MembersResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Members not implemented")
+}
+func (UnimplementedClusterServer) Drain(context.Context, *DrainRequest) (*DrainResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Drain not implemented")
+}
+func (UnimplementedClusterServer) Decommission(context.Context, *DecommissionRequest) (*DecommissionResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Decommission not implemented")
+}
+func (UnimplementedClusterServer) Rebalance(context.Context, *RebalanceRequest) (*RebalanceResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Rebalance not implemented")
 }
 func (UnimplementedClusterServer) mustEmbedUnimplementedClusterServer() {}
 func (UnimplementedClusterServer) testEmbeddedByValue()                 {}
@@ -396,6 +454,60 @@ func _Cluster_Members_Handler(srv interface{}, ctx context.Context, dec func(int
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Cluster_Drain_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DrainRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ClusterServer).Drain(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Cluster_Drain_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ClusterServer).Drain(ctx, req.(*DrainRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Cluster_Decommission_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DecommissionRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ClusterServer).Decommission(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Cluster_Decommission_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ClusterServer).Decommission(ctx, req.(*DecommissionRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Cluster_Rebalance_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(RebalanceRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ClusterServer).Rebalance(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Cluster_Rebalance_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ClusterServer).Rebalance(ctx, req.(*RebalanceRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // Cluster_ServiceDesc is the grpc.ServiceDesc for Cluster service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -438,6 +550,18 @@ var Cluster_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Members",
 			Handler:    _Cluster_Members_Handler,
+		},
+		{
+			MethodName: "Drain",
+			Handler:    _Cluster_Drain_Handler,
+		},
+		{
+			MethodName: "Decommission",
+			Handler:    _Cluster_Decommission_Handler,
+		},
+		{
+			MethodName: "Rebalance",
+			Handler:    _Cluster_Rebalance_Handler,
 		},
 	},
 	Streams:  []grpc.StreamDesc{},

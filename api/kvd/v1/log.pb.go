@@ -36,6 +36,7 @@ type Command struct {
 	//	*Command_Namespace
 	//	*Command_Token
 	//	*Command_Node
+	//	*Command_Shard
 	Op            isCommand_Op `protobuf_oneof:"op"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -148,6 +149,15 @@ func (x *Command) GetNode() *NodeOp {
 	return nil
 }
 
+func (x *Command) GetShard() *ShardOp {
+	if x != nil {
+		if x, ok := x.Op.(*Command_Shard); ok {
+			return x.Shard
+		}
+	}
+	return nil
+}
+
 type isCommand_Op interface {
 	isCommand_Op()
 }
@@ -180,6 +190,10 @@ type Command_Node struct {
 	Node *NodeOp `protobuf:"bytes,8,opt,name=node,proto3,oneof"` // group 0 only
 }
 
+type Command_Shard struct {
+	Shard *ShardOp `protobuf:"bytes,9,opt,name=shard,proto3,oneof"` // group 0 only
+}
+
 func (*Command_Put) isCommand_Op() {}
 
 func (*Command_Delete) isCommand_Op() {}
@@ -193,6 +207,8 @@ func (*Command_Namespace) isCommand_Op() {}
 func (*Command_Token) isCommand_Op() {}
 
 func (*Command_Node) isCommand_Op() {}
+
+func (*Command_Shard) isCommand_Op() {}
 
 type PutOp struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -792,6 +808,7 @@ type NodeMove struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	NodeId        uint64                 `protobuf:"varint,1,opt,name=node_id,json=nodeId,proto3" json:"node_id,omitempty"`
 	To            NodeState              `protobuf:"varint,2,opt,name=to,proto3,enum=kvd.v1.NodeState" json:"to,omitempty"`
+	LeadersOnly   bool                   `protobuf:"varint,3,opt,name=leaders_only,json=leadersOnly,proto3" json:"leaders_only,omitempty"` // of NodeRecord
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -840,6 +857,250 @@ func (x *NodeMove) GetTo() NodeState {
 	return NodeState_NODE_STATE_UNSPECIFIED
 }
 
+func (x *NodeMove) GetLeadersOnly() bool {
+	if x != nil {
+		return x.LeadersOnly
+	}
+	return false
+}
+
+// ShardOp changes what group 0 knows of the shards. Until it is used for a shard, its
+// replicas are those that the manifest gives it.
+type ShardOp struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Wishes        []*ShardWish           `protobuf:"bytes,1,rep,name=wishes,proto3" json:"wishes,omitempty"`
+	Reports       []*ShardReport         `protobuf:"bytes,2,rep,name=reports,proto3" json:"reports,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ShardOp) Reset() {
+	*x = ShardOp{}
+	mi := &file_kvd_v1_log_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ShardOp) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ShardOp) ProtoMessage() {}
+
+func (x *ShardOp) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_log_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ShardOp.ProtoReflect.Descriptor instead.
+func (*ShardOp) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_log_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *ShardOp) GetWishes() []*ShardWish {
+	if x != nil {
+		return x.Wishes
+	}
+	return nil
+}
+
+func (x *ShardOp) GetReports() []*ShardReport {
+	if x != nil {
+		return x.Reports
+	}
+	return nil
+}
+
+// ShardWish says where the replicas of a shard should be.
+type ShardWish struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Shard         uint32                 `protobuf:"varint,1,opt,name=shard,proto3" json:"shard,omitempty"`
+	Nodes         []uint64               `protobuf:"varint,2,rep,packed,name=nodes,proto3" json:"nodes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ShardWish) Reset() {
+	*x = ShardWish{}
+	mi := &file_kvd_v1_log_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ShardWish) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ShardWish) ProtoMessage() {}
+
+func (x *ShardWish) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_log_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ShardWish.ProtoReflect.Descriptor instead.
+func (*ShardWish) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_log_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *ShardWish) GetShard() uint32 {
+	if x != nil {
+		return x.Shard
+	}
+	return 0
+}
+
+func (x *ShardWish) GetNodes() []uint64 {
+	if x != nil {
+		return x.Nodes
+	}
+	return nil
+}
+
+// ShardReport says where they are: a configuration of the shard that was applied.
+type ShardReport struct {
+	state          protoimpl.MessageState `protogen:"open.v1"`
+	Shard          uint32                 `protobuf:"varint,1,opt,name=shard,proto3" json:"shard,omitempty"`
+	ConfigId       uint64                 `protobuf:"varint,2,opt,name=config_id,json=configId,proto3" json:"config_id,omitempty"` // an older one changes nothing
+	Voters         []uint64               `protobuf:"varint,3,rep,packed,name=voters,proto3" json:"voters,omitempty"`
+	VotersOutgoing []uint64               `protobuf:"varint,4,rep,packed,name=voters_outgoing,json=votersOutgoing,proto3" json:"voters_outgoing,omitempty"` // only while it is joint
+	Learners       []uint64               `protobuf:"varint,5,rep,packed,name=learners,proto3" json:"learners,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *ShardReport) Reset() {
+	*x = ShardReport{}
+	mi := &file_kvd_v1_log_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ShardReport) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ShardReport) ProtoMessage() {}
+
+func (x *ShardReport) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_log_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ShardReport.ProtoReflect.Descriptor instead.
+func (*ShardReport) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_log_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *ShardReport) GetShard() uint32 {
+	if x != nil {
+		return x.Shard
+	}
+	return 0
+}
+
+func (x *ShardReport) GetConfigId() uint64 {
+	if x != nil {
+		return x.ConfigId
+	}
+	return 0
+}
+
+func (x *ShardReport) GetVoters() []uint64 {
+	if x != nil {
+		return x.Voters
+	}
+	return nil
+}
+
+func (x *ShardReport) GetVotersOutgoing() []uint64 {
+	if x != nil {
+		return x.VotersOutgoing
+	}
+	return nil
+}
+
+func (x *ShardReport) GetLearners() []uint64 {
+	if x != nil {
+		return x.Learners
+	}
+	return nil
+}
+
+// ShardRecord is both, as group 0 keeps it.
+type ShardRecord struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Wish          *ShardWish             `protobuf:"bytes,1,opt,name=wish,proto3" json:"wish,omitempty"`
+	Report        *ShardReport           `protobuf:"bytes,2,opt,name=report,proto3" json:"report,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ShardRecord) Reset() {
+	*x = ShardRecord{}
+	mi := &file_kvd_v1_log_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ShardRecord) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ShardRecord) ProtoMessage() {}
+
+func (x *ShardRecord) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_log_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ShardRecord.ProtoReflect.Descriptor instead.
+func (*ShardRecord) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_log_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *ShardRecord) GetWish() *ShardWish {
+	if x != nil {
+		return x.Wish
+	}
+	return nil
+}
+
+func (x *ShardRecord) GetReport() *ShardReport {
+	if x != nil {
+		return x.Report
+	}
+	return nil
+}
+
 type ExpireOp_Key struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	NamespaceId   uint32                 `protobuf:"varint,1,opt,name=namespace_id,json=namespaceId,proto3" json:"namespace_id,omitempty"`
@@ -851,7 +1112,7 @@ type ExpireOp_Key struct {
 
 func (x *ExpireOp_Key) Reset() {
 	*x = ExpireOp_Key{}
-	mi := &file_kvd_v1_log_proto_msgTypes[11]
+	mi := &file_kvd_v1_log_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -863,7 +1124,7 @@ func (x *ExpireOp_Key) String() string {
 func (*ExpireOp_Key) ProtoMessage() {}
 
 func (x *ExpireOp_Key) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_log_proto_msgTypes[11]
+	mi := &file_kvd_v1_log_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -904,7 +1165,7 @@ var File_kvd_v1_log_proto protoreflect.FileDescriptor
 
 const file_kvd_v1_log_proto_rawDesc = "" +
 	"\n" +
-	"\x10kvd/v1/log.proto\x12\x06kvd.v1\x1a\x0fkvd/v1/kv.proto\x1a\x13kvd/v1/access.proto\x1a\x14kvd/v1/cluster.proto\"\xed\x02\n" +
+	"\x10kvd/v1/log.proto\x12\x06kvd.v1\x1a\x0fkvd/v1/kv.proto\x1a\x13kvd/v1/access.proto\x1a\x14kvd/v1/cluster.proto\"\x96\x03\n" +
 	"\aCommand\x12$\n" +
 	"\x0eleader_unix_ms\x18\x01 \x01(\x03R\fleaderUnixMs\x12!\n" +
 	"\x03put\x18\x02 \x01(\v2\r.kvd.v1.PutOpH\x00R\x03put\x12*\n" +
@@ -914,7 +1175,8 @@ const file_kvd_v1_log_proto_rawDesc = "" +
 	"\x06expire\x18\x05 \x01(\v2\x10.kvd.v1.ExpireOpH\x00R\x06expire\x123\n" +
 	"\tnamespace\x18\x06 \x01(\v2\x13.kvd.v1.NamespaceOpH\x00R\tnamespace\x12'\n" +
 	"\x05token\x18\a \x01(\v2\x0f.kvd.v1.TokenOpH\x00R\x05token\x12$\n" +
-	"\x04node\x18\b \x01(\v2\x0e.kvd.v1.NodeOpH\x00R\x04nodeB\x04\n" +
+	"\x04node\x18\b \x01(\v2\x0e.kvd.v1.NodeOpH\x00R\x04node\x12'\n" +
+	"\x05shard\x18\t \x01(\v2\x0f.kvd.v1.ShardOpH\x00R\x05shardB\x04\n" +
 	"\x02op\"\x95\x02\n" +
 	"\x05PutOp\x12!\n" +
 	"\fnamespace_id\x18\x01 \x01(\rR\vnamespaceId\x12\x10\n" +
@@ -957,10 +1219,26 @@ const file_kvd_v1_log_proto_rawDesc = "" +
 	"\x04join\x18\x01 \x01(\v2\x12.kvd.v1.NodeRecordH\x00R\x04join\x12,\n" +
 	"\x06update\x18\x02 \x01(\v2\x12.kvd.v1.NodeRecordH\x00R\x06update\x12&\n" +
 	"\x04move\x18\x03 \x01(\v2\x10.kvd.v1.NodeMoveH\x00R\x04moveB\b\n" +
-	"\x06change\"F\n" +
+	"\x06change\"i\n" +
 	"\bNodeMove\x12\x17\n" +
 	"\anode_id\x18\x01 \x01(\x04R\x06nodeId\x12!\n" +
-	"\x02to\x18\x02 \x01(\x0e2\x11.kvd.v1.NodeStateR\x02toB(Z&github.com/kvd-io/kvd/api/kvd/v1;kvdv1b\x06proto3"
+	"\x02to\x18\x02 \x01(\x0e2\x11.kvd.v1.NodeStateR\x02to\x12!\n" +
+	"\fleaders_only\x18\x03 \x01(\bR\vleadersOnly\"c\n" +
+	"\aShardOp\x12)\n" +
+	"\x06wishes\x18\x01 \x03(\v2\x11.kvd.v1.ShardWishR\x06wishes\x12-\n" +
+	"\areports\x18\x02 \x03(\v2\x13.kvd.v1.ShardReportR\areports\"7\n" +
+	"\tShardWish\x12\x14\n" +
+	"\x05shard\x18\x01 \x01(\rR\x05shard\x12\x14\n" +
+	"\x05nodes\x18\x02 \x03(\x04R\x05nodes\"\x9d\x01\n" +
+	"\vShardReport\x12\x14\n" +
+	"\x05shard\x18\x01 \x01(\rR\x05shard\x12\x1b\n" +
+	"\tconfig_id\x18\x02 \x01(\x04R\bconfigId\x12\x16\n" +
+	"\x06voters\x18\x03 \x03(\x04R\x06voters\x12'\n" +
+	"\x0fvoters_outgoing\x18\x04 \x03(\x04R\x0evotersOutgoing\x12\x1a\n" +
+	"\blearners\x18\x05 \x03(\x04R\blearners\"a\n" +
+	"\vShardRecord\x12%\n" +
+	"\x04wish\x18\x01 \x01(\v2\x11.kvd.v1.ShardWishR\x04wish\x12+\n" +
+	"\x06report\x18\x02 \x01(\v2\x13.kvd.v1.ShardReportR\x06reportB(Z&github.com/kvd-io/kvd/api/kvd/v1;kvdv1b\x06proto3"
 
 var (
 	file_kvd_v1_log_proto_rawDescOnce sync.Once
@@ -974,7 +1252,7 @@ func file_kvd_v1_log_proto_rawDescGZIP() []byte {
 	return file_kvd_v1_log_proto_rawDescData
 }
 
-var file_kvd_v1_log_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
+var file_kvd_v1_log_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
 var file_kvd_v1_log_proto_goTypes = []any{
 	(*Command)(nil),       // 0: kvd.v1.Command
 	(*PutOp)(nil),         // 1: kvd.v1.PutOp
@@ -987,13 +1265,17 @@ var file_kvd_v1_log_proto_goTypes = []any{
 	(*TokenExpiry)(nil),   // 8: kvd.v1.TokenExpiry
 	(*NodeOp)(nil),        // 9: kvd.v1.NodeOp
 	(*NodeMove)(nil),      // 10: kvd.v1.NodeMove
-	(*ExpireOp_Key)(nil),  // 11: kvd.v1.ExpireOp.Key
-	(*Precondition)(nil),  // 12: kvd.v1.Precondition
-	(*WriterStamp)(nil),   // 13: kvd.v1.WriterStamp
-	(*NamespaceInfo)(nil), // 14: kvd.v1.NamespaceInfo
-	(*TokenInfo)(nil),     // 15: kvd.v1.TokenInfo
-	(*NodeRecord)(nil),    // 16: kvd.v1.NodeRecord
-	(NodeState)(0),        // 17: kvd.v1.NodeState
+	(*ShardOp)(nil),       // 11: kvd.v1.ShardOp
+	(*ShardWish)(nil),     // 12: kvd.v1.ShardWish
+	(*ShardReport)(nil),   // 13: kvd.v1.ShardReport
+	(*ShardRecord)(nil),   // 14: kvd.v1.ShardRecord
+	(*ExpireOp_Key)(nil),  // 15: kvd.v1.ExpireOp.Key
+	(*Precondition)(nil),  // 16: kvd.v1.Precondition
+	(*WriterStamp)(nil),   // 17: kvd.v1.WriterStamp
+	(*NamespaceInfo)(nil), // 18: kvd.v1.NamespaceInfo
+	(*TokenInfo)(nil),     // 19: kvd.v1.TokenInfo
+	(*NodeRecord)(nil),    // 20: kvd.v1.NodeRecord
+	(NodeState)(0),        // 21: kvd.v1.NodeState
 }
 var file_kvd_v1_log_proto_depIdxs = []int32{
 	1,  // 0: kvd.v1.Command.put:type_name -> kvd.v1.PutOp
@@ -1003,24 +1285,29 @@ var file_kvd_v1_log_proto_depIdxs = []int32{
 	5,  // 4: kvd.v1.Command.namespace:type_name -> kvd.v1.NamespaceOp
 	6,  // 5: kvd.v1.Command.token:type_name -> kvd.v1.TokenOp
 	9,  // 6: kvd.v1.Command.node:type_name -> kvd.v1.NodeOp
-	12, // 7: kvd.v1.PutOp.precondition:type_name -> kvd.v1.Precondition
-	13, // 8: kvd.v1.PutOp.writer:type_name -> kvd.v1.WriterStamp
-	12, // 9: kvd.v1.DeleteOp.precondition:type_name -> kvd.v1.Precondition
-	13, // 10: kvd.v1.DeleteOp.writer:type_name -> kvd.v1.WriterStamp
-	11, // 11: kvd.v1.ExpireOp.keys:type_name -> kvd.v1.ExpireOp.Key
-	14, // 12: kvd.v1.NamespaceOp.create:type_name -> kvd.v1.NamespaceInfo
-	7,  // 13: kvd.v1.TokenOp.create:type_name -> kvd.v1.TokenRecord
-	8,  // 14: kvd.v1.TokenOp.expire:type_name -> kvd.v1.TokenExpiry
-	15, // 15: kvd.v1.TokenRecord.info:type_name -> kvd.v1.TokenInfo
-	16, // 16: kvd.v1.NodeOp.join:type_name -> kvd.v1.NodeRecord
-	16, // 17: kvd.v1.NodeOp.update:type_name -> kvd.v1.NodeRecord
-	10, // 18: kvd.v1.NodeOp.move:type_name -> kvd.v1.NodeMove
-	17, // 19: kvd.v1.NodeMove.to:type_name -> kvd.v1.NodeState
-	20, // [20:20] is the sub-list for method output_type
-	20, // [20:20] is the sub-list for method input_type
-	20, // [20:20] is the sub-list for extension type_name
-	20, // [20:20] is the sub-list for extension extendee
-	0,  // [0:20] is the sub-list for field type_name
+	11, // 7: kvd.v1.Command.shard:type_name -> kvd.v1.ShardOp
+	16, // 8: kvd.v1.PutOp.precondition:type_name -> kvd.v1.Precondition
+	17, // 9: kvd.v1.PutOp.writer:type_name -> kvd.v1.WriterStamp
+	16, // 10: kvd.v1.DeleteOp.precondition:type_name -> kvd.v1.Precondition
+	17, // 11: kvd.v1.DeleteOp.writer:type_name -> kvd.v1.WriterStamp
+	15, // 12: kvd.v1.ExpireOp.keys:type_name -> kvd.v1.ExpireOp.Key
+	18, // 13: kvd.v1.NamespaceOp.create:type_name -> kvd.v1.NamespaceInfo
+	7,  // 14: kvd.v1.TokenOp.create:type_name -> kvd.v1.TokenRecord
+	8,  // 15: kvd.v1.TokenOp.expire:type_name -> kvd.v1.TokenExpiry
+	19, // 16: kvd.v1.TokenRecord.info:type_name -> kvd.v1.TokenInfo
+	20, // 17: kvd.v1.NodeOp.join:type_name -> kvd.v1.NodeRecord
+	20, // 18: kvd.v1.NodeOp.update:type_name -> kvd.v1.NodeRecord
+	10, // 19: kvd.v1.NodeOp.move:type_name -> kvd.v1.NodeMove
+	21, // 20: kvd.v1.NodeMove.to:type_name -> kvd.v1.NodeState
+	12, // 21: kvd.v1.ShardOp.wishes:type_name -> kvd.v1.ShardWish
+	13, // 22: kvd.v1.ShardOp.reports:type_name -> kvd.v1.ShardReport
+	12, // 23: kvd.v1.ShardRecord.wish:type_name -> kvd.v1.ShardWish
+	13, // 24: kvd.v1.ShardRecord.report:type_name -> kvd.v1.ShardReport
+	25, // [25:25] is the sub-list for method output_type
+	25, // [25:25] is the sub-list for method input_type
+	25, // [25:25] is the sub-list for extension type_name
+	25, // [25:25] is the sub-list for extension extendee
+	0,  // [0:25] is the sub-list for field type_name
 }
 
 func init() { file_kvd_v1_log_proto_init() }
@@ -1039,6 +1326,7 @@ func file_kvd_v1_log_proto_init() {
 		(*Command_Namespace)(nil),
 		(*Command_Token)(nil),
 		(*Command_Node)(nil),
+		(*Command_Shard)(nil),
 	}
 	file_kvd_v1_log_proto_msgTypes[9].OneofWrappers = []any{
 		(*NodeOp_Join)(nil),
@@ -1051,7 +1339,7 @@ func file_kvd_v1_log_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvd_v1_log_proto_rawDesc), len(file_kvd_v1_log_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   12,
+			NumMessages:   16,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -1219,11 +1219,298 @@ func (*AnnounceResponse) Descriptor() ([]byte, []int) {
 	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{20}
 }
 
+type ReplicaRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	From          *Identity              `protobuf:"bytes,1,opt,name=from,proto3" json:"from,omitempty"`
+	ToIncarnation uint64                 `protobuf:"fixed64,2,opt,name=to_incarnation,json=toIncarnation,proto3" json:"to_incarnation,omitempty"`
+	Shard         uint32                 `protobuf:"varint,3,opt,name=shard,proto3" json:"shard,omitempty"`
+	Term          uint64                 `protobuf:"varint,4,opt,name=term,proto3" json:"term,omitempty"` // that the caller leads
+	// The caller's configuration, of which the receiver is no member: what it has of the
+	// shard is left over from an earlier time, and is replaced by an empty replica. Only with
+	// make.
+	ConfigId      uint64 `protobuf:"varint,5,opt,name=config_id,json=configId,proto3" json:"config_id,omitempty"`
+	Make          bool   `protobuf:"varint,6,opt,name=make,proto3" json:"make,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReplicaRequest) Reset() {
+	*x = ReplicaRequest{}
+	mi := &file_kvd_v1_peer_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReplicaRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReplicaRequest) ProtoMessage() {}
+
+func (x *ReplicaRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_peer_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReplicaRequest.ProtoReflect.Descriptor instead.
+func (*ReplicaRequest) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *ReplicaRequest) GetFrom() *Identity {
+	if x != nil {
+		return x.From
+	}
+	return nil
+}
+
+func (x *ReplicaRequest) GetToIncarnation() uint64 {
+	if x != nil {
+		return x.ToIncarnation
+	}
+	return 0
+}
+
+func (x *ReplicaRequest) GetShard() uint32 {
+	if x != nil {
+		return x.Shard
+	}
+	return 0
+}
+
+func (x *ReplicaRequest) GetTerm() uint64 {
+	if x != nil {
+		return x.Term
+	}
+	return 0
+}
+
+func (x *ReplicaRequest) GetConfigId() uint64 {
+	if x != nil {
+		return x.ConfigId
+	}
+	return 0
+}
+
+func (x *ReplicaRequest) GetMake() bool {
+	if x != nil {
+		return x.Make
+	}
+	return false
+}
+
+type ReplicaResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Exists        bool                   `protobuf:"varint,1,opt,name=exists,proto3" json:"exists,omitempty"`
+	Applied       uint64                 `protobuf:"varint,2,opt,name=applied,proto3" json:"applied,omitempty"`
+	LastIndex     uint64                 `protobuf:"varint,3,opt,name=last_index,json=lastIndex,proto3" json:"last_index,omitempty"` // of the log
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReplicaResponse) Reset() {
+	*x = ReplicaResponse{}
+	mi := &file_kvd_v1_peer_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReplicaResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReplicaResponse) ProtoMessage() {}
+
+func (x *ReplicaResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_peer_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReplicaResponse.ProtoReflect.Descriptor instead.
+func (*ReplicaResponse) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *ReplicaResponse) GetExists() bool {
+	if x != nil {
+		return x.Exists
+	}
+	return false
+}
+
+func (x *ReplicaResponse) GetApplied() uint64 {
+	if x != nil {
+		return x.Applied
+	}
+	return 0
+}
+
+func (x *ReplicaResponse) GetLastIndex() uint64 {
+	if x != nil {
+		return x.LastIndex
+	}
+	return 0
+}
+
+type LoadRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LoadRequest) Reset() {
+	*x = LoadRequest{}
+	mi := &file_kvd_v1_peer_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LoadRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LoadRequest) ProtoMessage() {}
+
+func (x *LoadRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_peer_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LoadRequest.ProtoReflect.Descriptor instead.
+func (*LoadRequest) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{23}
+}
+
+type LoadResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Replicas      []*ReplicaLoad         `protobuf:"bytes,1,rep,name=replicas,proto3" json:"replicas,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LoadResponse) Reset() {
+	*x = LoadResponse{}
+	mi := &file_kvd_v1_peer_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LoadResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LoadResponse) ProtoMessage() {}
+
+func (x *LoadResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_peer_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LoadResponse.ProtoReflect.Descriptor instead.
+func (*LoadResponse) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *LoadResponse) GetReplicas() []*ReplicaLoad {
+	if x != nil {
+		return x.Replicas
+	}
+	return nil
+}
+
+type ReplicaLoad struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Report        *ShardReport           `protobuf:"bytes,1,opt,name=report,proto3" json:"report,omitempty"` // the configuration that the replica has applied
+	Leads         bool                   `protobuf:"varint,2,opt,name=leads,proto3" json:"leads,omitempty"`  // and serves
+	Bytes         uint64                 `protobuf:"varint,3,opt,name=bytes,proto3" json:"bytes,omitempty"`  // of keys and values
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReplicaLoad) Reset() {
+	*x = ReplicaLoad{}
+	mi := &file_kvd_v1_peer_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReplicaLoad) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReplicaLoad) ProtoMessage() {}
+
+func (x *ReplicaLoad) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_peer_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReplicaLoad.ProtoReflect.Descriptor instead.
+func (*ReplicaLoad) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *ReplicaLoad) GetReport() *ShardReport {
+	if x != nil {
+		return x.Report
+	}
+	return nil
+}
+
+func (x *ReplicaLoad) GetLeads() bool {
+	if x != nil {
+		return x.Leads
+	}
+	return false
+}
+
+func (x *ReplicaLoad) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
 var File_kvd_v1_peer_proto protoreflect.FileDescriptor
 
 const file_kvd_v1_peer_proto_rawDesc = "" +
 	"\n" +
-	"\x11kvd/v1/peer.proto\x12\x06kvd.v1\x1a\x13kvd/v1/access.proto\x1a\x14kvd/v1/cluster.proto\"}\n" +
+	"\x11kvd/v1/peer.proto\x12\x06kvd.v1\x1a\x13kvd/v1/access.proto\x1a\x14kvd/v1/cluster.proto\x1a\x10kvd/v1/log.proto\"}\n" +
 	"\bIdentity\x12\x1d\n" +
 	"\n" +
 	"cluster_id\x18\x01 \x01(\tR\tclusterId\x12\x17\n" +
@@ -1304,7 +1591,26 @@ const file_kvd_v1_peer_proto_rawDesc = "" +
 	"nodesIndex\"9\n" +
 	"\x0fAnnounceRequest\x12&\n" +
 	"\x04node\x18\x01 \x01(\v2\x12.kvd.v1.NodeRecordR\x04node\"\x12\n" +
-	"\x10AnnounceResponse2\x8b\x03\n" +
+	"\x10AnnounceResponse\"\xb8\x01\n" +
+	"\x0eReplicaRequest\x12$\n" +
+	"\x04from\x18\x01 \x01(\v2\x10.kvd.v1.IdentityR\x04from\x12%\n" +
+	"\x0eto_incarnation\x18\x02 \x01(\x06R\rtoIncarnation\x12\x14\n" +
+	"\x05shard\x18\x03 \x01(\rR\x05shard\x12\x12\n" +
+	"\x04term\x18\x04 \x01(\x04R\x04term\x12\x1b\n" +
+	"\tconfig_id\x18\x05 \x01(\x04R\bconfigId\x12\x12\n" +
+	"\x04make\x18\x06 \x01(\bR\x04make\"b\n" +
+	"\x0fReplicaResponse\x12\x16\n" +
+	"\x06exists\x18\x01 \x01(\bR\x06exists\x12\x18\n" +
+	"\aapplied\x18\x02 \x01(\x04R\aapplied\x12\x1d\n" +
+	"\n" +
+	"last_index\x18\x03 \x01(\x04R\tlastIndex\"\r\n" +
+	"\vLoadRequest\"?\n" +
+	"\fLoadResponse\x12/\n" +
+	"\breplicas\x18\x01 \x03(\v2\x13.kvd.v1.ReplicaLoadR\breplicas\"f\n" +
+	"\vReplicaLoad\x12+\n" +
+	"\x06report\x18\x01 \x01(\v2\x13.kvd.v1.ShardReportR\x06report\x12\x14\n" +
+	"\x05leads\x18\x02 \x01(\bR\x05leads\x12\x14\n" +
+	"\x05bytes\x18\x03 \x01(\x04R\x05bytes2\xfa\x03\n" +
 	"\x04Peer\x124\n" +
 	"\x05Hello\x12\x14.kvd.v1.HelloRequest\x1a\x15.kvd.v1.HelloResponse\x124\n" +
 	"\x05Adopt\x12\x14.kvd.v1.AdoptRequest\x1a\x15.kvd.v1.AdoptResponse\x12=\n" +
@@ -1312,7 +1618,9 @@ const file_kvd_v1_peer_proto_rawDesc = "" +
 	"\x04Raft\x12\x11.kvd.v1.RaftBatch\x1a\x0f.kvd.v1.RaftAck(\x01\x128\n" +
 	"\bSnapshot\x12\x15.kvd.v1.SnapshotChunk\x1a\x13.kvd.v1.SnapshotAck(\x01\x121\n" +
 	"\x04Join\x12\x13.kvd.v1.JoinRequest\x1a\x14.kvd.v1.JoinResponse\x12=\n" +
-	"\bAnnounce\x12\x17.kvd.v1.AnnounceRequest\x1a\x18.kvd.v1.AnnounceResponseB(Z&github.com/kvd-io/kvd/api/kvd/v1;kvdv1b\x06proto3"
+	"\bAnnounce\x12\x17.kvd.v1.AnnounceRequest\x1a\x18.kvd.v1.AnnounceResponse\x12:\n" +
+	"\aReplica\x12\x16.kvd.v1.ReplicaRequest\x1a\x17.kvd.v1.ReplicaResponse\x121\n" +
+	"\x04Load\x12\x13.kvd.v1.LoadRequest\x1a\x14.kvd.v1.LoadResponseB(Z&github.com/kvd-io/kvd/api/kvd/v1;kvdv1b\x06proto3"
 
 var (
 	file_kvd_v1_peer_proto_rawDescOnce sync.Once
@@ -1326,7 +1634,7 @@ func file_kvd_v1_peer_proto_rawDescGZIP() []byte {
 	return file_kvd_v1_peer_proto_rawDescData
 }
 
-var file_kvd_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 21)
+var file_kvd_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
 var file_kvd_v1_peer_proto_goTypes = []any{
 	(*Identity)(nil),         // 0: kvd.v1.Identity
 	(*HelloRequest)(nil),     // 1: kvd.v1.HelloRequest
@@ -1349,12 +1657,18 @@ var file_kvd_v1_peer_proto_goTypes = []any{
 	(*JoinResponse)(nil),     // 18: kvd.v1.JoinResponse
 	(*AnnounceRequest)(nil),  // 19: kvd.v1.AnnounceRequest
 	(*AnnounceResponse)(nil), // 20: kvd.v1.AnnounceResponse
-	(*NodeRecord)(nil),       // 21: kvd.v1.NodeRecord
+	(*ReplicaRequest)(nil),   // 21: kvd.v1.ReplicaRequest
+	(*ReplicaResponse)(nil),  // 22: kvd.v1.ReplicaResponse
+	(*LoadRequest)(nil),      // 23: kvd.v1.LoadRequest
+	(*LoadResponse)(nil),     // 24: kvd.v1.LoadResponse
+	(*ReplicaLoad)(nil),      // 25: kvd.v1.ReplicaLoad
+	(*NodeRecord)(nil),       // 26: kvd.v1.NodeRecord
+	(*ShardReport)(nil),      // 27: kvd.v1.ShardReport
 }
 var file_kvd_v1_peer_proto_depIdxs = []int32{
 	0,  // 0: kvd.v1.HelloRequest.from:type_name -> kvd.v1.Identity
 	0,  // 1: kvd.v1.HelloResponse.self:type_name -> kvd.v1.Identity
-	21, // 2: kvd.v1.HelloResponse.nodes:type_name -> kvd.v1.NodeRecord
+	26, // 2: kvd.v1.HelloResponse.nodes:type_name -> kvd.v1.NodeRecord
 	4,  // 3: kvd.v1.Manifest.nodes:type_name -> kvd.v1.ManifestNode
 	3,  // 4: kvd.v1.AdoptRequest.manifest:type_name -> kvd.v1.Manifest
 	0,  // 5: kvd.v1.RaftBatch.from:type_name -> kvd.v1.Identity
@@ -1363,29 +1677,36 @@ var file_kvd_v1_peer_proto_depIdxs = []int32{
 	14, // 8: kvd.v1.SnapshotChunk.items:type_name -> kvd.v1.SnapshotItem
 	15, // 9: kvd.v1.SnapshotChunk.trailer:type_name -> kvd.v1.SnapshotTrailer
 	0,  // 10: kvd.v1.SnapshotHeader.from:type_name -> kvd.v1.Identity
-	21, // 11: kvd.v1.JoinRequest.node:type_name -> kvd.v1.NodeRecord
+	26, // 11: kvd.v1.JoinRequest.node:type_name -> kvd.v1.NodeRecord
 	3,  // 12: kvd.v1.JoinResponse.manifest:type_name -> kvd.v1.Manifest
-	21, // 13: kvd.v1.JoinResponse.nodes:type_name -> kvd.v1.NodeRecord
-	21, // 14: kvd.v1.AnnounceRequest.node:type_name -> kvd.v1.NodeRecord
-	1,  // 15: kvd.v1.Peer.Hello:input_type -> kvd.v1.HelloRequest
-	5,  // 16: kvd.v1.Peer.Adopt:input_type -> kvd.v1.AdoptRequest
-	7,  // 17: kvd.v1.Peer.Activate:input_type -> kvd.v1.ActivateRequest
-	9,  // 18: kvd.v1.Peer.Raft:input_type -> kvd.v1.RaftBatch
-	12, // 19: kvd.v1.Peer.Snapshot:input_type -> kvd.v1.SnapshotChunk
-	17, // 20: kvd.v1.Peer.Join:input_type -> kvd.v1.JoinRequest
-	19, // 21: kvd.v1.Peer.Announce:input_type -> kvd.v1.AnnounceRequest
-	2,  // 22: kvd.v1.Peer.Hello:output_type -> kvd.v1.HelloResponse
-	6,  // 23: kvd.v1.Peer.Adopt:output_type -> kvd.v1.AdoptResponse
-	8,  // 24: kvd.v1.Peer.Activate:output_type -> kvd.v1.ActivateResponse
-	11, // 25: kvd.v1.Peer.Raft:output_type -> kvd.v1.RaftAck
-	16, // 26: kvd.v1.Peer.Snapshot:output_type -> kvd.v1.SnapshotAck
-	18, // 27: kvd.v1.Peer.Join:output_type -> kvd.v1.JoinResponse
-	20, // 28: kvd.v1.Peer.Announce:output_type -> kvd.v1.AnnounceResponse
-	22, // [22:29] is the sub-list for method output_type
-	15, // [15:22] is the sub-list for method input_type
-	15, // [15:15] is the sub-list for extension type_name
-	15, // [15:15] is the sub-list for extension extendee
-	0,  // [0:15] is the sub-list for field type_name
+	26, // 13: kvd.v1.JoinResponse.nodes:type_name -> kvd.v1.NodeRecord
+	26, // 14: kvd.v1.AnnounceRequest.node:type_name -> kvd.v1.NodeRecord
+	0,  // 15: kvd.v1.ReplicaRequest.from:type_name -> kvd.v1.Identity
+	25, // 16: kvd.v1.LoadResponse.replicas:type_name -> kvd.v1.ReplicaLoad
+	27, // 17: kvd.v1.ReplicaLoad.report:type_name -> kvd.v1.ShardReport
+	1,  // 18: kvd.v1.Peer.Hello:input_type -> kvd.v1.HelloRequest
+	5,  // 19: kvd.v1.Peer.Adopt:input_type -> kvd.v1.AdoptRequest
+	7,  // 20: kvd.v1.Peer.Activate:input_type -> kvd.v1.ActivateRequest
+	9,  // 21: kvd.v1.Peer.Raft:input_type -> kvd.v1.RaftBatch
+	12, // 22: kvd.v1.Peer.Snapshot:input_type -> kvd.v1.SnapshotChunk
+	17, // 23: kvd.v1.Peer.Join:input_type -> kvd.v1.JoinRequest
+	19, // 24: kvd.v1.Peer.Announce:input_type -> kvd.v1.AnnounceRequest
+	21, // 25: kvd.v1.Peer.Replica:input_type -> kvd.v1.ReplicaRequest
+	23, // 26: kvd.v1.Peer.Load:input_type -> kvd.v1.LoadRequest
+	2,  // 27: kvd.v1.Peer.Hello:output_type -> kvd.v1.HelloResponse
+	6,  // 28: kvd.v1.Peer.Adopt:output_type -> kvd.v1.AdoptResponse
+	8,  // 29: kvd.v1.Peer.Activate:output_type -> kvd.v1.ActivateResponse
+	11, // 30: kvd.v1.Peer.Raft:output_type -> kvd.v1.RaftAck
+	16, // 31: kvd.v1.Peer.Snapshot:output_type -> kvd.v1.SnapshotAck
+	18, // 32: kvd.v1.Peer.Join:output_type -> kvd.v1.JoinResponse
+	20, // 33: kvd.v1.Peer.Announce:output_type -> kvd.v1.AnnounceResponse
+	22, // 34: kvd.v1.Peer.Replica:output_type -> kvd.v1.ReplicaResponse
+	24, // 35: kvd.v1.Peer.Load:output_type -> kvd.v1.LoadResponse
+	27, // [27:36] is the sub-list for method output_type
+	18, // [18:27] is the sub-list for method input_type
+	18, // [18:18] is the sub-list for extension type_name
+	18, // [18:18] is the sub-list for extension extendee
+	0,  // [0:18] is the sub-list for field type_name
 }
 
 func init() { file_kvd_v1_peer_proto_init() }
@@ -1395,13 +1716,14 @@ func file_kvd_v1_peer_proto_init() {
 	}
 	file_kvd_v1_access_proto_init()
 	file_kvd_v1_cluster_proto_init()
+	file_kvd_v1_log_proto_init()
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvd_v1_peer_proto_rawDesc), len(file_kvd_v1_peer_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   21,
+			NumMessages:   26,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

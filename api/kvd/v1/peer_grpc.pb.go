@@ -26,6 +26,8 @@ const (
 	Peer_Snapshot_FullMethodName = "/kvd.v1.Peer/Snapshot"
 	Peer_Join_FullMethodName     = "/kvd.v1.Peer/Join"
 	Peer_Announce_FullMethodName = "/kvd.v1.Peer/Announce"
+	Peer_Replica_FullMethodName  = "/kvd.v1.Peer/Replica"
+	Peer_Load_FullMethodName     = "/kvd.v1.Peer/Load"
 )
 
 // PeerClient is the client API for Peer service.
@@ -52,6 +54,11 @@ type PeerClient interface {
 	Join(ctx context.Context, in *JoinRequest, opts ...grpc.CallOption) (*JoinResponse, error)
 	// Announce tells group 0 where a node is now, and of which version.
 	Announce(ctx context.Context, in *AnnounceRequest, opts ...grpc.CallOption) (*AnnounceResponse, error)
+	// Replica makes an empty replica of a shard, or asks after one. The shard's leader
+	// calls it.
+	Replica(ctx context.Context, in *ReplicaRequest, opts ...grpc.CallOption) (*ReplicaResponse, error)
+	// Load tells which replicas a node has. The leader of group 0 asks all nodes.
+	Load(ctx context.Context, in *LoadRequest, opts ...grpc.CallOption) (*LoadResponse, error)
 }
 
 type peerClient struct {
@@ -138,6 +145,26 @@ func (c *peerClient) Announce(ctx context.Context, in *AnnounceRequest, opts ...
 	return out, nil
 }
 
+func (c *peerClient) Replica(ctx context.Context, in *ReplicaRequest, opts ...grpc.CallOption) (*ReplicaResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ReplicaResponse)
+	err := c.cc.Invoke(ctx, Peer_Replica_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *peerClient) Load(ctx context.Context, in *LoadRequest, opts ...grpc.CallOption) (*LoadResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(LoadResponse)
+	err := c.cc.Invoke(ctx, Peer_Load_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // PeerServer is the server API for Peer service.
 // All implementations must embed UnimplementedPeerServer
 // for forward compatibility.
@@ -162,6 +189,11 @@ type PeerServer interface {
 	Join(context.Context, *JoinRequest) (*JoinResponse, error)
 	// Announce tells group 0 where a node is now, and of which version.
 	Announce(context.Context, *AnnounceRequest) (*AnnounceResponse, error)
+	// Replica makes an empty replica of a shard, or asks after one. The shard's leader
+	// calls it.
+	Replica(context.Context, *ReplicaRequest) (*ReplicaResponse, error)
+	// Load tells which replicas a node has. The leader of group 0 asks all nodes.
+	Load(context.Context, *LoadRequest) (*LoadResponse, error)
 	mustEmbedUnimplementedPeerServer()
 }
 
@@ -192,6 +224,12 @@ func (UnimplementedPeerServer) Join(context.Context, *JoinRequest) (*JoinRespons
 }
 func (UnimplementedPeerServer) Announce(context.Context, *AnnounceRequest) (*AnnounceResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Announce not implemented")
+}
+func (UnimplementedPeerServer) Replica(context.Context, *ReplicaRequest) (*ReplicaResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Replica not implemented")
+}
+func (UnimplementedPeerServer) Load(context.Context, *LoadRequest) (*LoadResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Load not implemented")
 }
 func (UnimplementedPeerServer) mustEmbedUnimplementedPeerServer() {}
 func (UnimplementedPeerServer) testEmbeddedByValue()              {}
@@ -318,6 +356,42 @@ func _Peer_Announce_Handler(srv interface{}, ctx context.Context, dec func(inter
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Peer_Replica_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ReplicaRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(PeerServer).Replica(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Peer_Replica_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(PeerServer).Replica(ctx, req.(*ReplicaRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Peer_Load_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(LoadRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(PeerServer).Load(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Peer_Load_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(PeerServer).Load(ctx, req.(*LoadRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // Peer_ServiceDesc is the grpc.ServiceDesc for Peer service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -344,6 +418,14 @@ var Peer_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Announce",
 			Handler:    _Peer_Announce_Handler,
+		},
+		{
+			MethodName: "Replica",
+			Handler:    _Peer_Replica_Handler,
+		},
+		{
+			MethodName: "Load",
+			Handler:    _Peer_Load_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{
