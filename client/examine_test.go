@@ -100,7 +100,7 @@ func TestExamineReasons(t *testing.T) {
 		})
 		f.locked(func() { f.nodes[1].refuse = 1 << 20 })
 		f.nodes[2].kill()
-		eventually(t, "the dead node's session ends", func() bool { return len(f.c.liveSessions()) == 2 })
+		eventually(t, "the dead node's session ends", func() bool { return len(f.c.liveSessions()) == 2 && f.c.sessionOf(3) == nil })
 		list := f.c.Examine(ctxFor(t, time.Minute), 1)
 		require.Equal(t, "not_served", trial(list[0], "tcp").Reason)
 		require.True(t, trial(list[0], "fake").Usable)
