@@ -39,7 +39,7 @@ JEPSEN_ARGS ?=
 # The faults of jepsen-smoke: those that happen within seconds.
 SMOKE_FAULTS ?= kill,stop,transfer,halves,one-way,isolate-leader
 # The broken variants that chaos has the simulator catch: those that take a few seeds.
-CHAOS_VARIANTS ?= engine-ahead,retry-twice,forget-term,term-after-message,evict-unmarked
+CHAOS_VARIANTS ?= engine-ahead,retry-twice,forget-term,term-after-message,evict-unmarked,checksum-ignored,no-confirmation,served-early
 # How test results are summed up; CI adds -skips=fail and -totals.
 TESTSUM_FLAGS ?=
 TESTSUM = $(GO) run ./internal/tools/testsum $(TESTSUM_FLAGS)

@@ -27,9 +27,9 @@ var elsewhere = map[string]string{
 	"config-ignored": "configurations do not change here",
 }
 
-// unseen are the variants that the simulator has not been seen to catch: their defect wants a
-// rare meeting of events. They run only when -variant asks for them.
-var unseen = []string{"snapshot-unannounced"}
+// unseen are the variants that the simulator has not been seen to catch in some hundred seeds:
+// their defect wants a rare meeting of events. They run only when -variant asks for them.
+var unseen = []string{"snapshot-unannounced", "overwrite-reversed"}
 
 // chosen are the variants to run.
 func chosen(t *testing.T) []chaos.Variant {
