@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -205,4 +206,58 @@ func TestDrain(t *testing.T) {
 	args := withoutFlag(c.Node(4).Args(), "--join")
 	wrong := command{bin: kvdBin, args: append(args, "--join", other.Node(1).Address)}.run(t)
 	wrong.refused(t, 3, "correct the addresses to join or the directory")
+}
+
+// TestKillsWhileMoving: nodes are killed while replicas come and go. Every move is
+// carried on by whoever leads next, and no acknowledged put is lost.
+func TestKillsWhileMoving(t *testing.T) {
+	c := newCluster(t, devcluster.Config{Nodes: 1})
+	for range 3 {
+		ctx, cancel := within(patience)
+		_, err := c.Join(ctx)
+		cancel()
+		require.NoError(t, err)
+	}
+	awaitVoters(t, c, 3)
+	cl := c.dial(t, nil)
+	held := fill(t, cl, "held", 200, 1500)
+	l := startLoad(t, "load", cl)
+	for round := range 6 {
+		drained, killed := uint64(1+round%4), uint64(1+(round*3+1)%4)
+		id := fmt.Sprint(drained)
+		succeeded(t, c.kvctl(t, "drain", id, "--yes", "--no-wait"))
+		await(t, "a move has begun", func() error {
+			for _, n := range c.Nodes() {
+				if strings.Contains(n.LogTail(6), "replica was made here") || strings.Contains(n.LogTail(6), "replicas change") {
+					return nil
+				}
+			}
+			return errors.New("nothing moves")
+		})
+		require.NoError(t, c.Node(killed).Kill())
+		c.restart(t, killed)
+		await(t, "the drain is undone", func() error {
+			if r := c.kvctl(t, "drain", id, "--undo"); r.code != 0 {
+				return errors.New(r.text())
+			}
+			return nil
+		})
+	}
+	awaitVoters(t, c, 3)
+	l.awaitProgress(t)
+	l.pause()
+	l.verify(t, cl)
+	check(t, cl, held)
+	for _, n := range c.Nodes() { // and from their directories alone
+		require.NoError(t, n.Kill())
+	}
+	for _, n := range c.Nodes() {
+		require.NoError(t, n.Start())
+	}
+	for _, n := range c.Nodes() {
+		c.awaitServing(t, n.ID)
+	}
+	awaitVoters(t, c, 3)
+	l.verify(t, cl)
+	check(t, cl, held)
 }
