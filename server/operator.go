@@ -53,7 +53,8 @@ func (n *Node) lookAgain(ctx context.Context, replicas []*kvdv1.ShardReplica) {
 }
 
 func (n *Node) heardOf(g raft.GroupID, node raft.NodeID) bool {
-	return slices.ContainsFunc(n.host.Group(g).Status().Followers, func(f raft.FollowerProgress) bool { return f.Node == node && f.Active })
+	group := n.host.Group(g) // nil: it has left just now
+	return group != nil && slices.ContainsFunc(group.Status().Followers, func(f raft.FollowerProgress) bool { return f.Node == node && f.Active })
 }
 
 // describeReplica is what this node says of its replica.
