@@ -80,6 +80,9 @@ type identity struct {
 	nodeID   uint64
 	// joined is the incarnation of a node that came later; 0: the manifest lists it.
 	joined uint64
+	// format of the file at least. It is raised, for good, when the cluster or this node is no
+	// longer what its manifest says: an older kvd would take it for that.
+	format int
 	// active: every node of the manifest wrote it down, so Adopt is over for good.
 	active bool
 	// leading: this node drew the manifest and has to see that the others get it.
@@ -168,7 +171,7 @@ func (d *dataDir) loadIdentity() (*identity, error) {
 	if err := checkManifest(m); err != nil {
 		return nil, damaged("manifest", err)
 	}
-	id := &identity{manifest: m, nodeID: j.NodeID, active: j.Active, leading: j.Leading, opened: j.Opened}
+	id := &identity{manifest: m, nodeID: j.NodeID, active: j.Active, leading: j.Leading, opened: j.Opened, format: j.Format}
 	if j.Joined != "" {
 		if id.joined, err = strconv.ParseUint(j.Joined, 16, 64); err != nil {
 			return nil, damaged("incarnation", err)
@@ -197,7 +200,7 @@ func (d *dataDir) saveIdentity(id *identity) error {
 	if err != nil {
 		return fmt.Errorf("server: encode manifest: %w", err)
 	}
-	j := identityJSON{Format: 1, NodeID: id.nodeID, Active: id.active, Leading: id.leading, Opened: id.opened, Manifest: m}
+	j := identityJSON{Format: max(1, id.format), NodeID: id.nodeID, Active: id.active, Leading: id.leading, Opened: id.opened, Manifest: m}
 	if id.joined != 0 {
 		j.Format, j.Joined = identityFormat, fmt.Sprintf("%016x", id.joined)
 	}

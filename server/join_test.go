@@ -2,6 +2,7 @@ package server
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -110,6 +111,7 @@ func TestClusterGrows(t *testing.T) {
 func TestStaticClusterGrows(t *testing.T) {
 	c := startCluster(t, 3, 2)
 	require.False(t, c.nodes[0].registry.written())
+	require.Equal(t, 1, c.formatOf(0), "an older version may take over")
 	by := c.grow(c.nodes[1].Address(), c.nodes[2].Address())
 	require.NoError(t, c.start(by))
 	require.Equal(t, uint64(4), c.nodes[by].id())
@@ -118,9 +120,22 @@ func TestStaticClusterGrows(t *testing.T) {
 	for i, m := range c.members(0).GetMembers()[:3] {
 		require.Equal(t, c.cfgs[i].ListenAddr, m.GetNode().GetAddress())
 	}
+	for i := range c.nodes {
+		require.Equal(t, 2, c.formatOf(i), "an older version would not know node 4")
+	}
 	c.stopNode(0)
 	require.NoError(t, c.start(0))
 	require.NotNil(t, c.nodes[0].directory().find(4))
+	require.Equal(t, 2, c.formatOf(0))
+}
+
+// formatOf is what the file of a node's identity says.
+func (c *testCluster) formatOf(i int) int {
+	b, err := os.ReadFile(filepath.Join(c.cfgs[i].DataDir, identityFile))
+	require.NoError(c.t, err)
+	var j identityJSON
+	require.NoError(c.t, json.Unmarshal(b, &j))
+	return j.Format
 }
 
 // A node that moves to another address tells the cluster.

@@ -424,6 +424,25 @@ func (n *Node) markOpened() error {
 	return nil
 }
 
+// raiseFormat keeps versions off this directory that would go by the manifest alone.
+func (n *Node) raiseFormat() error {
+	if n.dir == nil {
+		return nil
+	}
+	n.adoptMu.Lock()
+	defer n.adoptMu.Unlock()
+	id := *n.identity.Load()
+	if id.format >= identityFormat {
+		return nil
+	}
+	id.format = identityFormat
+	if err := n.dir.saveIdentity(&id); err != nil {
+		return err
+	}
+	n.identity.Store(&id)
+	return nil
+}
+
 // localGroups lists, in order, the groups with a replica here. What a crash left half
 // made or half deleted is finished first.
 func (n *Node) localGroups(m *kvdv1.Manifest) ([]uint64, error) {

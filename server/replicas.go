@@ -132,6 +132,9 @@ func (n *Node) noteLocked(number uint32, s replicaState) error {
 	} else {
 		next[number] = s
 	}
+	if err := n.raiseFormat(); err != nil {
+		return err
+	}
 	if err := n.dir.saveReplicas(next); err != nil {
 		return err
 	}
