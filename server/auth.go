@@ -82,6 +82,9 @@ var rules = map[string]rule{
 	kvdv1.Operator_Shards_FullMethodName:  {need: needOperator},
 	kvdv1.Operator_Explain_FullMethodName: {need: needNamespaceID, right: rightRead},
 
+	kvdv1.Gossip_Contact_FullMethodName:  {need: needPeer},
+	kvdv1.Gossip_Liveness_FullMethodName: {need: needOperator},
+
 	kvdv1.Peer_Hello_FullMethodName:    {need: needPeer},
 	kvdv1.Peer_Adopt_FullMethodName:    {need: needPeer},
 	kvdv1.Peer_Activate_FullMethodName: {need: needPeer},

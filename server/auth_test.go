@@ -206,6 +206,9 @@ var whoMay = map[string][]string{
 	kvdv1.Operator_Shards_FullMethodName:  operators,
 	kvdv1.Operator_Explain_FullMethodName: readers,
 
+	kvdv1.Gossip_Contact_FullMethodName:  {whoNode, whoForwards},
+	kvdv1.Gossip_Liveness_FullMethodName: operators,
+
 	kvdv1.Peer_Hello_FullMethodName:    {whoNode, whoForwards},
 	kvdv1.Peer_Adopt_FullMethodName:    {whoNode, whoForwards},
 	kvdv1.Peer_Activate_FullMethodName: {whoNode, whoForwards},
@@ -403,6 +406,10 @@ func callMethod(ctx context.Context, conn *grpc.ClientConn, method string, names
 		_, err = kvdv1.NewOperatorClient(conn).Shards(ctx, &kvdv1.ShardsRequest{})
 	case kvdv1.Operator_Explain_FullMethodName:
 		_, err = kvdv1.NewOperatorClient(conn).Explain(ctx, &kvdv1.ExplainRequest{NamespaceId: namespace, Key: k})
+	case kvdv1.Gossip_Contact_FullMethodName:
+		_, err = kvdv1.NewGossipClient(conn).Contact(ctx, &kvdv1.ContactRequest{})
+	case kvdv1.Gossip_Liveness_FullMethodName:
+		_, err = kvdv1.NewGossipClient(conn).Liveness(ctx, &kvdv1.LivenessRequest{})
 	case kvdv1.Peer_Hello_FullMethodName:
 		_, err = nodes.Hello(ctx, &kvdv1.HelloRequest{})
 	case kvdv1.Peer_Adopt_FullMethodName:

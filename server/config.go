@@ -108,6 +108,9 @@ type Config struct {
 	// 250 ms; below 0: none.
 	FenceDelay time.Duration
 
+	// Gossip among the nodes: hints of who lives, and where.
+	Gossip GossipConfig
+
 	// TLS of gRPC, and Auth: who may do what.
 	TLS  TLSConfig
 	Auth AuthConfig
@@ -229,6 +232,9 @@ func (c Config) Validate() error {
 		}
 	}
 	if err := c.validateAuth(); err != nil {
+		return bad("%v", err)
+	}
+	if err := c.validateGossip(); err != nil {
 		return bad("%v", err)
 	}
 	memory := arena.Config{Shards: c.Shards, LimitBytes: c.ArenaBytes, MaxChunkBytes: c.MaxChunkBytes, Quarantine: c.Quarantine}

@@ -56,6 +56,7 @@ type Node struct {
 	namespaces *namespaces
 	registry   *registry
 	shardMap   *shardMap
+	gossip     atomic.Pointer[gossiper]  // nil: this node does not gossip
 	known      atomic.Pointer[directory] // nil: what the manifest says
 	meta       *machine
 	shards     atomic.Pointer[map[uint32]*shard] // replaced, never changed
@@ -173,6 +174,9 @@ func (n *Node) start(ctx context.Context) (err error) {
 	if err := n.joinCluster(ctx); err != nil {
 		return err
 	}
+	if err := n.openGossip(ctx); err != nil {
+		return err
+	}
 	if err := n.openStorage(); err != nil {
 		return err
 	}
@@ -267,6 +271,7 @@ func (n *Node) listen() (err error) {
 	kvdv1.RegisterAccessServer(n.grpc, n)
 	kvdv1.RegisterClusterServer(n.grpc, n)
 	kvdv1.RegisterPeerServer(n.grpc, n)
+	kvdv1.RegisterGossipServer(n.grpc, gossipService{n: n})
 	kvdv1.RegisterBackupServer(n.grpc, newBackups(n))
 	kvdv1.RegisterOperatorServer(n.grpc, operator{n: n})
 	n.health = health.NewServer()
@@ -631,6 +636,7 @@ func (n *Node) Stop(ctx context.Context) (err error) {
 
 func (n *Node) stop(ctx context.Context) error {
 	n.health.Shutdown()
+	left := n.leaveGossip(ctx)
 	// A proposal that is under way when leadership goes has an unknown outcome. So
 	// there are none: for the moment of the hand-over, new ones are told to try again.
 	drained, cancel := context.WithTimeout(ctx, time.Duration(n.cfg.ElectionTicks)*n.cfg.TickInterval)
@@ -662,6 +668,7 @@ func (n *Node) stop(ctx context.Context) error {
 	case <-grace.C:
 	case <-ctx.Done():
 	}
+	<-left
 	err := n.release()
 	<-done
 	return err
@@ -718,6 +725,7 @@ func (n *Node) release() error {
 		sh.record.Retire()
 	}
 	n.bgCancel()
+	errs = append(errs, n.closeGossip())
 	n.peers.cancel()
 	if n.grpc != nil {
 		n.grpc.Stop()

@@ -112,6 +112,9 @@ func (p *peers) connTo(id raft.NodeID) (grpc.ClientConnInterface, error) {
 	if !ok {
 		return nil, fmt.Errorf("server: no address is known for node %d", id)
 	}
+	if addr, err := p.reachable(id, addr); err == nil {
+		return p.conn(addr)
+	}
 	return p.conn(addr)
 }
 

@@ -115,7 +115,7 @@ func (s *devSettings) run(ctx context.Context, out, errOut io.Writer) (err error
 	fmt.Fprintf(errOut, "starting %d nodes, %d shards, data below %s\n", s.nodes, s.shards, dir)
 	c, err := devcluster.Start(start, devcluster.Config{
 		Binary: self, Dir: dir, Nodes: s.nodes, Shards: s.shards, Hosts: s.hosts,
-		Args: append([]string{"--arena", fmt.Sprint(s.arena), "--shm-dir", filepath.Join(dir, "shm"), "--replication", fmt.Sprint(min(s.nodes, 3))}, s.nodeArgs...),
+		Args: append([]string{"--arena", fmt.Sprint(s.arena), "--shm-dir", filepath.Join(dir, "shm"), "--replication", fmt.Sprint(min(s.nodes, 3)), "--gossip-listen", "127.0.0.1:0"}, s.nodeArgs...),
 	})
 	if err != nil {
 		return err

@@ -107,6 +107,9 @@ func (s *startSettings) define(fs *pflag.FlagSet) {
 	fs.StringVar(&s.Auth.PeerSecretFile, "auth-peer-secret-file", "", "file of mode 0600 with at least 32 random bytes, the same on every node, by which nodes without TLS know each other")
 	fs.BoolVar(&s.Auth.AllowPlaintext, "auth-allow-plaintext", false, "take tokens and the peers' secret from other hosts without TLS too, where others may read them")
 
+	fs.StringVar(&s.Gossip.Listen, "gossip-listen", "", "IP:PORT for gossip among the nodes by UDP and TCP: who seems to live, and where nodes moved to; a hint that decides nothing (default: none)")
+	fs.StringVar(&s.Gossip.KeyFile, "gossip-key-file", "", "file of mode 0600 with the key of gossip, the same on every node: 32 bytes in base64 or hexadecimal (default: derived from auth-peer-secret-file; without that no secret)")
+
 	fs.StringVar(&s.metricsListen, "metrics-listen", "", "host:port for Prometheus' /metrics and Go's /debug/pprof (default: none)")
 	verbsflags.Define(fs, &s.verbs)
 
