@@ -8,6 +8,7 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/keepalive"
 	"google.golang.org/protobuf/proto"
@@ -177,7 +178,9 @@ func (p *peers) isUp(id raft.NodeID) {
 	}
 	p.mu.Unlock()
 	if c, err := p.connTo(id); err == nil {
-		if c, ok := c.(*grpc.ClientConn); ok {
+		// In other states there is no pause to end, and a connection that is being set up
+		// must not be told: in v1.85 gRPC then reads a map that it is writing.
+		if c, ok := c.(*grpc.ClientConn); ok && c.GetState() == connectivity.TransientFailure {
 			c.ResetConnectBackoff()
 		}
 	}
