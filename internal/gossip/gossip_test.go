@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/hashicorp/memberlist"
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 )
@@ -236,6 +237,64 @@ func TestMoves(t *testing.T) {
 			require.Equal(t, moved.Addr(), ns[0].find(3).GossipAddr)
 		})
 	}
+}
+
+// TestMoveIsBelievedAtOnce: while the others still wait for the old address to be dead,
+// they know the new one; it is in doubt until it was reached.
+func TestMoveIsBelievedAtOnce(t *testing.T) {
+	patient := config(1)
+	patient.Timing.SuspicionMult = 10_000 // nobody dies in this test
+	one, three := start(t, patient), start(t, config(3))
+	three.join(one)
+	one.await("the other", is(3, Alive))
+	require.NoError(t, three.Close())
+	cfg := config(3)
+	cfg.ListenAddr, cfg.Generation, cfg.Meta.Address = "127.0.0.33:0", 2, "127.0.0.33:7400"
+	moved := start(t, cfg)
+	moved.join(one)
+	e := one.await("its new address", func(e Event) bool { return e.Member.Address == "127.0.0.33:7400" })
+	require.Equal(t, Suspect, e.Member.State)
+	require.Equal(t, moved.Addr(), e.Member.GossipAddr)
+	require.True(t, e.Moved())
+}
+
+// TestOldMessages: what was said at an earlier start is not believed again, nor that the
+// address that a node left is dead.
+func TestOldMessages(t *testing.T) {
+	tb := newTable(config(1).withDefaults())
+	message := func(generation uint64, addr string) *memberlist.Node {
+		m := config(3).withDefaults().Meta
+		m.Generation = generation
+		b, err := m.encode()
+		require.NoError(t, err)
+		return &memberlist.Node{Name: m.name(), Meta: b, Addr: net.ParseIP(addr).To4(), Port: 7}
+	}
+	before, now := message(1, "127.0.0.3"), message(2, "127.0.0.33")
+	require.NoError(t, tb.NotifyAlive(before))
+	tb.NotifyJoin(before)
+	tb.NotifyConflict(before, now)
+	there := func(s State) {
+		t.Helper()
+		m := tb.list()[0]
+		require.EqualValues(t, 2, m.Generation)
+		require.Equal(t, "127.0.0.33:7", m.GossipAddr.String())
+		require.Equal(t, s, m.State)
+	}
+	there(Suspect)
+	tb.NotifyPingComplete(before, 0, nil)
+	there(Suspect)
+	tb.NotifyLeave(before)
+	there(Suspect)
+	require.ErrorContains(t, tb.NotifyAlive(before), "an old message: start 1, and 2 is known")
+	require.Zero(t, tb.mu.refusedMember, "it is no stranger")
+	tb.NotifyConflict(now, before)
+	tb.NotifyUpdate(before)
+	there(Suspect)
+	require.NoError(t, tb.NotifyAlive(now))
+	tb.NotifyJoin(now)
+	there(Alive)
+	tb.NotifyLeave(now)
+	there(Dead)
 }
 
 // TestTwin: of two processes with one identity and the same start the first stays where it
