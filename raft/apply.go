@@ -2,6 +2,7 @@ package raft
 
 import (
 	"fmt"
+	"runtime"
 	"sync"
 
 	"go.etcd.io/raft/v3/raftpb"
@@ -73,6 +74,7 @@ func (q *applyQueue) empty() bool {
 
 func (h *Host) applyLoop() {
 	for h.applyStep(true) {
+		runtime.Gosched() // who was answered goes first
 	}
 }
 
@@ -297,5 +299,5 @@ func (g *Group) installSnapshot(w *logWork) {
 	w.snap.Data = nil // it may be large, and the answers keep the snapshot
 	w.installed = true
 	g.h.writer.queue(w)
-	g.h.writer.wakeUp()
+	g.h.writer.wakeUp(false)
 }

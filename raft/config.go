@@ -63,6 +63,10 @@ type Config struct {
 	// if nothing else is sent to them meanwhile. 0: they are told at once, by a message
 	// of its own. Their answers to readers lag by as much.
 	CommitDelay time.Duration
+	// HoldDelay is how long a follower whose acknowledgement is not needed may wait for
+	// entries, while its group has nothing else under way. It is also what a write takes
+	// longer when a follower that was relied upon fails. 0: all are sent them at once.
+	HoldDelay time.Duration
 
 	// Workers finish what the goroutines that bring work leave over. Default 2.
 	Workers int

@@ -49,6 +49,7 @@ type Group struct {
 		waiters  map[uint64]*proposal // proposed and not yet answered
 		reads    readers
 		handover []*transfer
+		held     heldState
 		stopped  error // why nothing more is done
 	}
 	core *etcdraft.RawNode // guarded by mu

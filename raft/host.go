@@ -26,6 +26,7 @@ type Host struct {
 	// truncates are groups whose log may be long enough to be cut.
 	truncates runQueue
 	late      lateBox // appends that are put off
+	holds     holds   // and those that are held back
 	done      chan struct{}
 	wg        sync.WaitGroup
 
@@ -60,6 +61,7 @@ func NewHost(cfg Config) (*Host, error) {
 	h.applies.init()
 	h.truncates.init()
 	h.late.init()
+	h.holds.init()
 	return h, nil
 }
 
@@ -75,6 +77,7 @@ func (h *Host) Start() {
 	h.wg.Go(h.tickLoop)
 	h.wg.Go(h.truncateLoop)
 	h.wg.Go(h.lateLoop)
+	h.wg.Go(h.holdLoop)
 	for range h.cfg.Workers {
 		h.wg.Go(h.workLoop)
 	}
@@ -164,7 +167,7 @@ func (h *Host) RemoveGroup(id GroupID) error {
 	// gets from there to the applier, what is applied.
 	written, applied := make(chan struct{}), make(chan struct{})
 	h.writer.queue(&logWork{g: g, end: written})
-	h.writer.wakeUp()
+	h.writer.wakeUp(false)
 	select {
 	case <-written:
 	case <-h.done:

@@ -22,6 +22,7 @@ type work struct {
 	applied   []*appliedBatch
 	messages  []*raftpb.Message // from peers
 	ticks     int
+	release   bool           // what is held: see hold.go
 	ops       []func(*Group) // run under the group's lock
 	lost      []NodeID       // messages to them were lost; each once
 	transfers []*transfer
@@ -68,6 +69,12 @@ func (b *inbox) addMessage(m *raftpb.Message, limit int) bool {
 func (b *inbox) addTick() {
 	b.mu.Lock()
 	b.mu.ticks = min(b.mu.ticks+1, maxTicks)
+	b.mu.Unlock()
+}
+
+func (b *inbox) addRelease() {
+	b.mu.Lock()
+	b.mu.release = true
 	b.mu.Unlock()
 }
 

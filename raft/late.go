@@ -13,8 +13,9 @@ import (
 // without entries, which each of them acknowledges. A put would cost a follower four
 // messages instead of two, and the next append carries the commit anyway. So such an
 // append is put off for Config.CommitDelay. It leaves earlier with whatever else is
-// sent to that node, of any group, and it is dropped when its group sends another
-// append there. To the protocol it is a message that was late or lost.
+// sent to that node, of any group, but for acknowledgements: what a leader has to apply as
+// a follower of another group would come just when it is about to answer a caller. It is
+// dropped when its group sends another append there. To the protocol it is a message that was late or lost.
 //
 // Its acknowledgement says nothing new, and waits for the log writer's next batch: see
 // sayNothingNewLocked.
@@ -91,7 +92,9 @@ func (g *Group) putOffLocked(m *raftpb.Message) bool {
 		g.h.late.drop(NodeID(m.GetTo()), g.id)
 		return false
 	}
-	g.h.late.put(g.id, m)
+	if !g.addCommitLocked(m) {
+		g.h.late.put(g.id, m)
+	}
 	return true
 }
 

@@ -6,11 +6,14 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/proto"
 
 	"go.etcd.io/raft/v3/raftpb"
+
+	"github.com/kvd-io/kvd/internal/clock"
 )
 
 // manual is a cluster whose hosts are never started: the test takes each step that
@@ -20,6 +23,7 @@ type manual struct {
 	nodes  map[NodeID]*manualNode
 	groups []GroupID
 	conf   func(*Config)
+	clock  *clock.Manual
 	net    []packet
 	trace  []string
 	// broken is what the invariants found.
@@ -45,7 +49,7 @@ type packet struct {
 }
 
 func newManual(t testing.TB, nodes, groups int, conf func(*Config)) *manual {
-	m := &manual{t: t, nodes: map[NodeID]*manualNode{}, conf: conf, leaders: map[GroupID]map[uint64]NodeID{}}
+	m := &manual{t: t, nodes: map[NodeID]*manualNode{}, conf: conf, clock: clock.NewManual(time.Unix(0, 0)), leaders: map[GroupID]map[uint64]NodeID{}}
 	var voters []uint64
 	for i := range nodes {
 		voters = append(voters, uint64(i+1))
@@ -78,7 +82,7 @@ func (n *manualNode) say(s string) { n.m.trace = append(n.m.trace, fmt.Sprintf("
 func (n *manualNode) start() error {
 	n.runs++
 	cfg := Config{
-		NodeID: n.id, Log: n.log, Transport: manualEnd{n}, Logger: slog.New(slog.DiscardHandler),
+		NodeID: n.id, Log: n.log, Transport: manualEnd{n}, Clock: n.m.clock, Logger: slog.New(slog.DiscardHandler),
 		Seed:  n.runs<<32 | uint64(n.id)<<16,
 		Hooks: Hooks{OnFatal: func(_ GroupID, err error) { n.fate = err }},
 	}
@@ -203,7 +207,7 @@ func (m *manual) breach(format string, args ...any) {
 func (n *manualNode) write() bool    { return n.host != nil && n.host.writer.step() }
 func (n *manualNode) apply() bool    { return n.host != nil && n.host.applyStep(false) }
 func (n *manualNode) truncate() bool { return n.host != nil && n.host.truncateStep(false) }
-func (n *manualNode) late() bool     { return n.host != nil && n.host.lateStep() }
+func (n *manualNode) late() bool     { return n.host != nil && n.host.Steps().SendLate() }
 func (n *manualNode) work() bool     { return n.host != nil && n.host.workStep(false) }
 
 // deliver hands over the i-th packet on the net.

@@ -55,6 +55,8 @@ type pass struct {
 
 	wakeWriter bool
 	applies    []*Group // to be put on the apply queue
+	// answers: somebody waits for these messages, and nothing that can wait goes with them.
+	answers bool
 }
 
 func (h *Host) newPass() *pass { return &pass{h: h} }
@@ -97,20 +99,26 @@ func (p *pass) run() {
 
 // flush sends. It is called without a lock held: the transport may report at once.
 func (p *pass) flush() {
+	sent := len(p.out) > 0
 	for i := range p.out {
-		p.h.send(p.out[i].to, p.h.late.take(p.out[i].to, p.out[i].msgs))
+		msgs := p.out[i].msgs
+		if !p.answers {
+			msgs = p.h.late.take(p.out[i].to, msgs)
+		}
+		p.h.send(p.out[i].to, msgs)
 	}
 	clear(p.out) // the slices are the transport's now
 	p.out = p.out[:0]
-	// After the messages: followers write while this node does.
-	if p.wakeWriter {
-		p.wakeWriter = false
-		p.h.writer.wakeUp()
-	}
 	for _, g := range p.applies {
 		p.h.applies.push(g)
 	}
 	p.applies = p.applies[:0]
+	// Last, since the scheduler begins with what was woken last: a follower has time to
+	// apply during the sync.
+	if p.wakeWriter {
+		p.wakeWriter = false
+		p.h.writer.wakeUp(sent)
+	}
 	for _, gm := range p.snaps {
 		p.h.sendSnapshot(gm)
 	}

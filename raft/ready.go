@@ -63,6 +63,12 @@ func (g *Group) stepAllLocked(p *pass, in work) error {
 			return err
 		}
 	}
+	if in.release {
+		g.mu.held.listed = false
+	}
+	if in.release || len(in.lost) > 0 || len(in.transfers) > 0 {
+		g.releaseLocked(p)
+	}
 	for range in.ticks {
 		g.tickLocked()
 	}
@@ -110,6 +116,7 @@ func (g *Group) stepMessageLocked(p *pass, m *raftpb.Message) error {
 		g.h.log.Warn("raft: message dropped", "group", uint64(g.id), "err", err)
 		return nil
 	}
+	g.heardLocked(m)
 	// Errors of Step are about messages of peers that are no longer members.
 	_ = g.core.Step(m)
 	return nil
@@ -268,6 +275,7 @@ func (g *Group) changeLeadTermLocked(leadTerm uint64) {
 		g.mu.reads.fail(ErrNotLeader)
 		g.progress.Store(nil)
 		g.h.late.dropGroup(g.id)
+		g.mu.held.clear()
 	}
 	c.leadTerm = leadTerm
 	c.readSeq = 0
@@ -298,6 +306,7 @@ func (g *Group) dispatchLocked(p *pass, rd *etcdraft.Ready) error {
 		c.last = rd.Entries[n-1].GetIndex()
 	}
 	var requests []*raftpb.Message // for votes
+	spare := g.spareLocked(rd)
 	for _, m := range rd.Messages {
 		switch m.GetTo() {
 		case etcdraft.LocalAppendThread:
@@ -308,15 +317,19 @@ func (g *Group) dispatchLocked(p *pass, rd *etcdraft.Ready) error {
 				p.applies = append(p.applies, g)
 			}
 		default:
-			gm := GroupMessage{Group: g.id, Message: m}
+			gm, to := GroupMessage{Group: g.id, Message: m}, NodeID(m.GetTo())
 			switch {
 			case m.GetType() == raftpb.MsgSnap:
+				delete(g.mu.held.appends, to)
 				p.snaps = append(p.snaps, gm)
 			case m.GetType() == raftpb.MsgVote:
 				requests = append(requests, m)
+			case slices.Contains(spare, to) && len(m.GetEntries()) > 0 && g.holdLocked(m):
 			case g.putOffLocked(m):
 			default:
-				p.out.add(NodeID(m.GetTo()), gm)
+				g.sendHeldLocked(p, to)
+				g.askedLocked(m)
+				p.out.add(to, gm)
 			}
 		}
 	}

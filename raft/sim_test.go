@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -103,7 +104,10 @@ func runSim(t *testing.T, seed uint64) uint64 {
 		c.MaxMessageBytes = 150
 		c.MaxInflightBytes = 600
 		if seed%2 == 0 {
-			c.CommitDelay = 1 // what is late is sent by lateStep and not by the clock
+			c.CommitDelay = 1 // what is late is sent by a step and not by the clock
+		}
+		if seed%4 < 2 {
+			c.HoldDelay = 1
 		}
 	})
 	s.m.addNode(NodeID(voters + 1))
@@ -150,6 +154,7 @@ func (s *sim) group() GroupID { return s.m.groups[s.rnd.IntN(len(s.m.groups))] }
 
 func (s *sim) step() {
 	n, g := s.node(), s.group()
+	s.m.clock.Advance(time.Duration(s.rnd.IntN(100)) * time.Microsecond)
 	limit := 1000
 	if !s.rough {
 		limit = 965

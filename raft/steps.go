@@ -26,5 +26,8 @@ func (s Steps) Work() bool { return s.h.workStep(false) }
 // Truncate cuts one group's log, if it is long enough.
 func (s Steps) Truncate() bool { return s.h.truncateStep(false) }
 
-// SendLate sends what was put off.
-func (s Steps) SendLate() bool { return s.h.lateStep() }
+// SendLate sends what was put off and what is held back.
+func (s Steps) SendLate() bool {
+	held := s.h.holdStep()
+	return s.h.lateStep() || held
+}

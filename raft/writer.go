@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"fmt"
 	"maps"
+	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -22,6 +23,7 @@ type logWriter struct {
 		sync.Mutex
 		works []*logWork
 	}
+	yield atomic.Bool // see wakeUp
 	// lateDue asks for the late hard states to be written.
 	lateDue  atomic.Bool
 	haveLate atomic.Bool
@@ -72,7 +74,22 @@ func (w *logWriter) queue(work *logWork) {
 	w.mu.Unlock()
 }
 
-func (w *logWriter) wakeUp() { signal(w.wake) }
+// wakeUp has the queue written. With sent, messages were handed to the transport just
+// before: whoever carries them goes first, for followers are to write while this node does,
+// and a sync may keep others from the processor.
+func (w *logWriter) wakeUp(sent bool) {
+	if sent {
+		w.yield.Store(true)
+	}
+	signal(w.wake)
+}
+
+// lone tells whether at most one group waits: with more, whoever yields waits for long.
+func (w *logWriter) lone() bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return len(w.mu.works) <= 1
+}
 
 // onTick has the commits written that were put off.
 func (w *logWriter) onTick() {
@@ -81,7 +98,7 @@ func (w *logWriter) onTick() {
 	w.mu.Unlock()
 	if queued || w.haveLate.Load() {
 		w.lateDue.Store(true)
-		w.wakeUp()
+		w.wakeUp(false)
 	}
 }
 
@@ -97,6 +114,9 @@ func (w *logWriter) run() {
 	for {
 		select {
 		case <-w.wake:
+			if w.yield.Swap(false) && w.lone() {
+				runtime.Gosched()
+			}
 			w.step()
 		case <-w.h.done:
 			w.lateDue.Store(true)
@@ -331,7 +351,9 @@ func (w *logWriter) deliver(done []*logWork) {
 			}
 		}
 	}
+	p.answers = true
 	p.flush()
+	p.answers = false
 	var last *Group
 	for _, work := range done {
 		if len(work.responses) > 0 && work.g != last {

@@ -365,12 +365,16 @@ func (n *Node) openStorage() (err error) {
 // else is sent to it.
 const commitDelay = 5 * time.Millisecond
 
+// holdDelay is how long a follower that is not needed for the quorum may wait for entries,
+// and how much later a write is answered when a follower that was needed fails.
+const holdDelay = 2 * time.Millisecond
+
 // openGroups opens this node's replicas, in the order of their shards: their control
 // records lie in the same order, so that neighbours are read by one READ.
 func (n *Node) openGroups() (err error) {
 	hosting := raft.Config{
 		NodeID: raft.NodeID(n.id()), Log: logStore{n.engine}, Transport: n.transport, Clock: n.cfg.Clock, Logger: n.log,
-		TickInterval: n.cfg.TickInterval, ElectionTicks: n.cfg.ElectionTicks, CommitDelay: commitDelay,
+		TickInterval: n.cfg.TickInterval, ElectionTicks: n.cfg.ElectionTicks, CommitDelay: commitDelay, HoldDelay: holdDelay,
 		LogRetainEntries: n.cfg.LogRetainEntries, LogRetainBytes: n.cfg.LogRetainBytes,
 		Hooks: raft.Hooks{
 			OnLeaderChange: func(g raft.GroupID, leader raft.NodeID, term uint64) {
