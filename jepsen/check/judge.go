@@ -133,7 +133,7 @@ func (x *index) linearizable(timeout time.Duration) []result {
 				k := x.keys[x.names[i]]
 				began := time.Now()
 				r := result{k: k, ops: operations(k.strong, k.valueOf)}
-				r.res = porcupine.CheckOperationsTimeout(model, r.ops, timeout)
+				r.res = porcupine.CheckOperationsTimeout(model, reduce(r.ops), timeout)
 				r.spent = time.Since(began)
 				results[i] = r
 			}

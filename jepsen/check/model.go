@@ -47,6 +47,15 @@ func (in input) after(s state, v uint64) (state, bool) {
 	return state{value, v, v}, v > s.floor
 }
 
+// shows is state.is, but for a version that is known to belong to another value: without
+// that a write of unknown fate could pass for each of the others, and the search would try.
+func (in input) shows(s state, v uint64) (state, bool) {
+	if known, ok := in.valueOf[v]; ok && known != s.value {
+		return s, false
+	}
+	return s.is(v)
+}
+
 // mayMatch tells whether a precondition on version e may hold, where the write's own
 // outcome does not say so. A version that is known to belong to another value does not.
 func (in input) mayMatch(s state, e uint64) bool {
@@ -74,7 +83,7 @@ func apply(s state, in input) (state, bool) {
 		if in.Kind != history.Add && in.Version == in.Expect {
 			return s, false
 		}
-		return s.is(in.Version)
+		return in.shows(s, in.Version)
 	case history.OK:
 		switch in.Kind {
 		case history.Get:
@@ -85,7 +94,7 @@ func apply(s state, in input) (state, bool) {
 				return s, false
 			}
 		case history.Swap, history.Drop:
-			if _, ok := s.is(in.Expect); !ok {
+			if _, ok := in.shows(s, in.Expect); !ok {
 				return s, false
 			}
 			s.floor = max(s.floor, in.Expect)
@@ -174,6 +183,44 @@ func operations(ops []*history.Op, valueOf map[uint64]uint64) []porcupine.Operat
 			o.Return = math.MaxInt64
 		}
 		out = append(out, o)
+	}
+	return out
+}
+
+// reduce leaves out what follows from the rest. A version is there for one span of time, so
+// of all operations that change nothing and saw it, the one that returned first and the one
+// that was called last say all that the others do. Else conflicts at the same time, of
+// which any may come first, make the search long.
+func reduce(ops []porcupine.Operation) []porcupine.Operation {
+	type sight struct{ version, value uint64 }
+	what := func(op porcupine.Operation) (sight, bool) {
+		in := op.Input.(input)
+		switch {
+		case in.Outcome == history.OK && in.Kind == history.Get:
+			return sight{in.Version, in.Got}, true
+		case in.Outcome == history.Conflict && in.Version != 0 && (in.Kind == history.Add || in.Version != in.Expect):
+			return sight{in.Version, 0}, true
+		}
+		return sight{}, false
+	}
+	first, last := map[sight]int{}, map[sight]int{}
+	for i, op := range ops {
+		s, ok := what(op)
+		if !ok {
+			continue
+		}
+		if j, ok := first[s]; !ok || op.Return < ops[j].Return {
+			first[s] = i
+		}
+		if j, ok := last[s]; !ok || op.Call > ops[j].Call {
+			last[s] = i
+		}
+	}
+	out := make([]porcupine.Operation, 0, len(ops))
+	for i, op := range ops {
+		if s, ok := what(op); !ok || first[s] == i || last[s] == i {
+			out = append(out, op)
+		}
 	}
 	return out
 }
