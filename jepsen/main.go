@@ -124,7 +124,7 @@ func newCommand() *cobra.Command {
 	fs.IntVar(&f.shards, "shards", 0, "number of shards (default: 32; for list and set 4, as a list needs every shard)")
 	fs.IntVar(&f.concurrency, "concurrency", 12, "processes, each with one operation under way")
 	fs.Float64Var(&f.rate, "rate", 400, "operations a second, all processes together; 0: as fast as they go")
-	fs.IntVar(&f.keys, "keys", 16, "keys in use at a time (sets, locks and prefixes: a quarter)")
+	fs.IntVar(&f.keys, "keys", 16, "keys in use at a time (sets, locks and prefixes: a quarter; locks at least one for three processes)")
 	fs.IntVar(&f.minSize, "min-size", 16, "smallest value, in bytes")
 	fs.IntVar(&f.maxSize, "max-size", 65536, "largest value, in bytes: large ones can tear")
 	fs.DurationVar(&f.opTimeout, "op-timeout", 3*time.Second, "how long a client tries one operation")
@@ -182,7 +182,7 @@ func (f *flags) validate() error {
 }
 
 func (f *flags) settings() workload.Settings {
-	return workload.Settings{Keys: f.keys, MinSize: f.minSize, MaxSize: f.maxSize, OpsPerKey: 200, UnknownsPerKey: 5}
+	return workload.Settings{Keys: f.keys, Processes: f.concurrency, MinSize: f.minSize, MaxSize: f.maxSize, OpsPerKey: 200, UnknownsPerKey: 5}
 }
 
 func (f *flags) run(cmd *cobra.Command) error {

@@ -12,6 +12,7 @@ import (
 // Settings of a workload.
 type Settings struct {
 	Keys             int // in use at a time
+	Processes        int // that work on them
 	MinSize, MaxSize int // of a value, in bytes
 	// A key is retired after so many operations, or so many of unknown fate: what
 	// checking costs grows steeply with both.

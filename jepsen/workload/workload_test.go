@@ -183,3 +183,16 @@ func TestLockHolder(t *testing.T) {
 	}
 	require.Equal(t, history.Add, w.Next(p).Kind)
 }
+
+// More processes have more locks, so that few of them wait for one.
+func TestLocksForManyProcesses(t *testing.T) {
+	many := settings
+	many.Keys, many.Processes = 8, 24
+	w, err := New("lock", many)
+	require.NoError(t, err)
+	require.Len(t, w.pool.mu.active, 8)
+	many.Processes = 3
+	w, err = New("lock", many)
+	require.NoError(t, err)
+	require.Len(t, w.pool.mu.active, 2)
+}
