@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"sync"
 	"testing"
 	"time"
 
@@ -21,8 +22,10 @@ import (
 
 // testCluster is several nodes in this process, on loopback.
 type testCluster struct {
-	t     testing.TB
-	cfgs  []Config
+	t    testing.TB
+	cfgs []Config
+	// Only the test's goroutine changes these, under mu; others read them under it.
+	mu    sync.RWMutex
 	nodes []*Node
 	conns []*grpc.ClientConn
 }
@@ -106,8 +109,10 @@ func (c *testCluster) start(i int) error {
 	if err != nil {
 		return err
 	}
-	c.nodes[i] = n
-	c.conns[i], err = grpc.NewClient("passthrough:///"+n.Address(), grpc.WithTransportCredentials(insecure.NewCredentials()))
+	conn, err := grpc.NewClient("passthrough:///"+n.Address(), grpc.WithTransportCredentials(insecure.NewCredentials()))
+	c.mu.Lock()
+	c.nodes[i], c.conns[i] = n, conn
+	c.mu.Unlock()
 	return err
 }
 
@@ -117,9 +122,12 @@ func (c *testCluster) stopNode(i int) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
-	require.NoError(c.t, c.nodes[i].Stop(ctx))
-	require.NoError(c.t, c.conns[i].Close())
+	c.mu.Lock()
+	n := c.nodes[i]
 	c.nodes[i] = nil
+	c.mu.Unlock()
+	require.NoError(c.t, n.Stop(ctx))
+	require.NoError(c.t, c.conns[i].Close())
 }
 
 func (c *testCluster) stop() {
@@ -136,15 +144,19 @@ func (c *testCluster) leader(key []byte, f func(kvdv1.KVClient) error) error {
 	deadline := time.Now().Add(15 * time.Second)
 	i := 0
 	for {
-		if c.nodes[i] == nil {
-			i = (i + 1) % len(c.nodes)
+		c.mu.RLock()
+		up, conn, next := c.nodes[i] != nil, c.conns[i], (i+1)%len(c.nodes)
+		c.mu.RUnlock()
+		if !up {
+			i = next
 			continue
 		}
-		err := f(c.kv(i))
-		if status.Code(err) != codes.Unavailable && reasonOf(err) != kvdv1.ErrorDetail_REASON_NO_REPLICA || time.Now().After(deadline) {
+		err := f(kvdv1.NewKVClient(conn))
+		// Canceled: the node was stopped, and its connection closed.
+		if status.Code(err) != codes.Unavailable && status.Code(err) != codes.Canceled && reasonOf(err) != kvdv1.ErrorDetail_REASON_NO_REPLICA || time.Now().After(deadline) {
 			return err
 		}
-		i = (i + 1) % len(c.nodes)
+		i = next
 		<-time.After(5 * time.Millisecond)
 	}
 }

@@ -23,7 +23,9 @@ func (c *testCluster) grow(join ...string) int {
 		ArenaBytes: 64 << 20, MinFreeDisk: 1, BootstrapTimeout: 20 * time.Second, Host: fmt.Sprintf("host-%d", len(c.cfgs)+1),
 		TwinPatience: c.cfgs[0].TwinPatience, Logger: testLogger(c.t).With("node", len(c.cfgs)+1),
 	})
+	c.mu.Lock()
 	c.nodes, c.conns = append(c.nodes, nil), append(c.conns, nil)
+	c.mu.Unlock()
 	return len(c.cfgs) - 1
 }
 
