@@ -109,16 +109,6 @@ func (id *identity) recorded(nodeID uint64) uint64 {
 	return 0
 }
 
-// address of a node when the cluster was made; "": no such node.
-func (id *identity) address(nodeID uint64) string {
-	for _, n := range id.manifest.GetNodes() {
-		if n.GetNodeId() == nodeID {
-			return n.GetAddress()
-		}
-	}
-	return ""
-}
-
 // identityJSON is the file. Sum covers the other fields as they are encoded.
 type identityJSON struct {
 	Format   int             `json:"format"`

@@ -126,7 +126,7 @@ func TestStalledLeaderHandsOver(t *testing.T) {
 		}
 		return false
 	}, time.Minute, 5*time.Millisecond, "writes do not go on")
-	require.Zero(t, c.nodes[leader].shards[1].servedTerm())
+	require.Zero(t, c.nodes[leader].shard(1).servedTerm())
 }
 
 // A sync that hangs acknowledges nothing until it is done; a slow disk is only slow; and
