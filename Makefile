@@ -33,7 +33,7 @@ RDMA_PKGS ?= ./rdma/verbs/... ./internal/doctor ./internal/e2e
 # More flags for each comparison, e.g. --seconds 10.
 BENCH_ARGS ?=
 # How long jepsen runs each of its 21 combinations of workload and transport, and more
-# flags for it, e.g. --seed 100.
+# flags for it, e.g. --seed 100. With its rate an hour is a million operations.
 JEPSEN_TIME ?= 160s
 JEPSEN_ARGS ?=
 # The faults of jepsen-smoke: those that happen within seconds.
@@ -121,7 +121,7 @@ bench-smoke: ## every system and operation of bench, a second each
 
 .PHONY: jepsen
 jepsen: ## an hour of faults on real processes, judged (see jepsen/README.md; better as root)
-	$(GO) run ./jepsen --workload all --transport all --nemesis all --time $(JEPSEN_TIME) $(JEPSEN_ARGS)
+	$(GO) run ./jepsen --workload all --transport all --nemesis all --rate 2500 --concurrency 24 --time $(JEPSEN_TIME) $(JEPSEN_ARGS)
 
 .PHONY: jepsen-smoke
 jepsen-smoke: build ## the same for seconds: every workload, with readers over shm, tcp and gRPC
