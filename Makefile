@@ -24,8 +24,8 @@ PKGS ?= ./...
 TEST_FLAGS ?=
 # How long each fuzz function runs.
 FUZZ_TIME ?= 5s
-# Where it matters whether there is cgo: rdma/verbs/ibv and those who choose transports.
-NOCGO_PKGS ?= ./rdma/... ./client ./internal/doctor ./internal/verbsflags
+# Where it matters whether there is cgo: rdma/verbs/ibv, those who choose transports, and rdma/shm (libc has a list of robust futexes, too).
+NOCGO_PKGS ?= ./rdma/shm ./rdma/verbs/... ./client ./internal/doctor ./internal/verbsflags
 # Tests with real processes; they carry the build tag e2e.
 E2E_PKGS ?= ./internal/e2e/... ./jepsen/...
 # Tests that need RDMA devices run in a guest; they carry the build tag rdmaguest.
