@@ -209,6 +209,8 @@ func pause(ctx context.Context, d time.Duration) {
 	}
 }
 
+// hello asks a peer who it is. Where another answers, that is an error, and its answer is
+// returned too.
 func (n *Node) hello(ctx context.Context, p PeerConfig) (*kvdv1.HelloResponse, error) {
 	ctx, cancel := context.WithTimeout(ctx, helloTimeout)
 	defer cancel()
@@ -221,7 +223,7 @@ func (n *Node) hello(ctx context.Context, p PeerConfig) (*kvdv1.HelloResponse, e
 		return nil, err
 	}
 	if got := r.GetSelf().GetNodeId(); got != p.NodeID {
-		return nil, fmt.Errorf("%w: %s was expected to be node %d and says that it is node %d: correct the peers", ErrRefused, p.Address, p.NodeID, got)
+		return r, fmt.Errorf("%w: %s was expected to be node %d and says that it is node %d: correct the peers", ErrRefused, p.Address, p.NodeID, got)
 	}
 	return r, nil
 }
@@ -390,8 +392,12 @@ func (n *Node) askPeers(ctx context.Context, id *identity) (heard string, sure b
 	heard, sure = n.twinAtHome(ctx, id)
 	for _, p := range n.others() {
 		r, err := n.hello(ctx, p)
-		if errors.Is(err, ErrRefused) {
-			return "", false, err
+		if self := r.GetSelf(); errors.Is(err, ErrRefused) {
+			if !n.mayBeThere(id, r) {
+				return "", false, err
+			}
+			n.log.Info("another node answers where one is looked for", "node", p.NodeID, "address", p.Address, "answers", self.GetNodeId())
+			p.NodeID, err = self.GetNodeId(), nil
 		}
 		sure = sure && !ranOutOfTime(err)
 		if err != nil || r.GetSelf().GetClusterId() == "" {
@@ -414,6 +420,18 @@ func (n *Node) askPeers(ctx context.Context, id *identity) (heard string, sure b
 		}
 	}
 	return heard, sure, nil
+}
+
+// mayBeThere tells whether another node than the one that is looked for may answer at its
+// address. Where nodes come and go, one takes the place of one that has left, and what this
+// node knows of them may be behind; one that waits to be let in has no id yet, though
+// others may know which it will be. A mistake in the configuration it is where the
+// manifest alone says who there is.
+func (n *Node) mayBeThere(id *identity, r *kvdv1.HelloResponse) bool {
+	if r.GetSelf().GetNodeId() == 0 {
+		return true
+	}
+	return r.GetSelf().GetClusterId() == id.manifest.GetClusterId() && r.GetNodesIndex() > 0
 }
 
 // Hello implements kvdv1.PeerServer.

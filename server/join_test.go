@@ -257,6 +257,41 @@ func TestJoinGoesOnAfterCrash(t *testing.T) {
 	require.ErrorContains(t, err, "its id is never used again")
 }
 
+// A node starts although another answers where it looks for one that it knows: first one
+// that waits to be let in somewhere, then one that was, in the place of the other, which is
+// dead.
+func TestStartWhereAnotherAnswers(t *testing.T) {
+	c := startAlone(t, 1)
+	by := c.grow(c.nodes[0].Address())
+	require.NoError(t, c.start(by))
+	eventually(t, "it is active", func() bool { return c.members(0).GetMembers()[1].GetNode().GetState() == isActive })
+	c.stopNode(by)
+
+	anew := c.grow(freeAddrs(t, 1)[0])
+	c.cfgs[anew].ListenAddr = c.cfgs[by].ListenAddr
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() {
+		_, err := Start(ctx, c.cfgs[anew])
+		ended <- err
+	}()
+	eventually(t, "another answers", func() bool {
+		r, err := c.nodes[0].hello(testContext(t), PeerConfig{NodeID: 2, Address: c.cfgs[by].ListenAddr})
+		return errors.Is(err, ErrRefused) && r.GetSelf().GetNodeId() == 0
+	})
+	c.stopNode(0)
+	require.NoError(t, c.start(0), "nobody has an id there")
+	cancel()
+	require.Error(t, <-ended)
+
+	c.cfgs[anew].Join = []string{c.nodes[0].Address()}
+	require.NoError(t, c.start(anew))
+	require.Equal(t, uint64(3), c.nodes[anew].id())
+	c.stopNode(0)
+	require.NoError(t, c.start(0), "node 3 answers in the place of node 2")
+	eventually(t, "it is active", func() bool { return c.members(0).GetMembers()[2].GetNode().GetState() == isActive })
+}
+
 // A node that has left is refused by everyone, at its start and in every stream.
 func TestGoneNodeIsRefused(t *testing.T) {
 	c := startAlone(t, 1)
