@@ -141,7 +141,7 @@ func controlNames() []string {
 
 // byRun runs seed after seed until the judge finds a violation or time is up.
 func (c control) byRun(cmd *cobra.Command, f *flags) caught {
-	f.workload, f.nemesis, f.transport, f.length, f.shards = c.workload, c.nemesis, c.transport, controlTime, defaultShards(c.workload)
+	f.workload, f.nemesis, f.transport, f.length, f.shards = c.workload, c.nemesis, c.transport, controlTime, defaultShards(c.workload, nil)
 	if c.set != nil {
 		c.set(f)
 	}

@@ -116,12 +116,12 @@ func newCommand() *cobra.Command {
 	fs := cmd.Flags()
 	fs.SortFlags = false
 	fs.StringVar(&f.workload, "workload", "register", "what clients do: some of "+strings.Join(workload.Names(), ",")+", or all, one after the other")
-	fs.StringVar(&f.nemesis, "nemesis", "all", "faults: all, none, process, disk, network, or some of "+strings.Join(nemesis.Kinds(), ","))
+	fs.StringVar(&f.nemesis, "nemesis", "all", "faults: all, none, process, disk, network, membership, or some of "+strings.Join(nemesis.Kinds(), ","))
 	fs.DurationVar(&f.length, "time", 60*time.Second, "how long clients and faults run, for each workload and transport")
 	fs.StringVar(&f.transport, "transport", "mixed", "how clients read: shm, tcp, mixed (shm, tcp, auto and grpc beside each other; one node without shm), or all of these in turn; verbs (and tcp beside it), for hosts that have an RDMA device")
 	fs.Uint64Var(&f.seed, "seed", 1, "of faults and operations")
 	fs.IntVar(&f.nodes, "nodes", 3, "number of nodes: 3 or 5")
-	fs.IntVar(&f.shards, "shards", 0, "number of shards (default: 32; for list and set 4, as a list needs every shard)")
+	fs.IntVar(&f.shards, "shards", 0, "number of shards (default: 32, with faults of membership 8; for list and set 4, as a list needs every shard)")
 	fs.IntVar(&f.concurrency, "concurrency", 12, "processes, each with one operation under way")
 	fs.Float64Var(&f.rate, "rate", 400, "operations a second, all processes together; 0: as fast as they go")
 	fs.IntVar(&f.keys, "keys", 16, "keys in use at a time (sets, locks and prefixes: a quarter; locks at least one for three processes)")
@@ -244,7 +244,7 @@ func (f *flags) printPlan(cmd *cobra.Command) error {
 	for i, lane := range nemesis.Plan(f.seed, kinds, f.length, f.nodes) {
 		for _, e := range lane {
 			fmt.Fprintf(cmd.OutOrStdout(), "%s %6.1f s  %-14s for %4.1f s, node %d, leader %v, mode %d, order %v\n",
-				[2]string{"process", "network"}[i], e.At.Seconds(), e.Kind, e.For.Seconds(), e.Node, e.Leader, e.Mode, e.Order)
+				nemesis.LaneNames[i], e.At.Seconds(), e.Kind, e.For.Seconds(), e.Node, e.Leader, e.Mode, e.Order)
 		}
 	}
 	return nil

@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -41,7 +42,7 @@ type run struct {
 	dir   string // artifacts
 	data  string
 	kinds []string
-	lanes [2][]nemesis.Event
+	lanes nemesis.Lanes
 	load  *workload.Workload
 
 	env     *env.Env
@@ -124,7 +125,12 @@ func (r *run) prepare(ctx context.Context) error {
 		}
 		f.programs = &p
 	}
+	if len(f.addresses) > 0 && slices.ContainsFunc(r.kinds, nemesis.NeedsSpare) {
+		r.say("faults of membership left out: no address for a node that joins")
+		r.kinds = slices.DeleteFunc(r.kinds, nemesis.NeedsSpare)
+	}
 	cfg := env.Config{
+		Spare:  slices.ContainsFunc(r.kinds, nemesis.NeedsSpare),
 		Binary: f.programs.kvd, Self: f.programs.worker, Chaos: f.programs.chaos, Broken: f.broken, DataDir: r.data, LogDir: r.dir, Nodes: f.nodes, Shards: f.shards,
 		Namespaces: namespaces, Addrs: f.addresses, Clients: []string{"beside", "apart"},
 		Args: []string{
@@ -173,8 +179,8 @@ func (r *run) makeDirs() error {
 func (r *run) dropImpossible() {
 	var kinds []string
 	for _, k := range r.kinds {
-		switch lane := nemesis.Plan(0, []string{k}, time.Minute, r.f.nodes); {
-		case len(lane[1]) > 0 && !r.env.CanCut():
+		switch {
+		case nemesis.NeedsNetwork(k) && !r.env.CanCut():
 			r.say("fault %s left out: no network of our own", k)
 		case nemesis.NeedsChaos(k) && !r.f.programs.chaos:
 			r.say("fault %s left out: kvd was not built with the tag chaos", k)
@@ -243,7 +249,7 @@ func (r *run) clientSpecs(host string, vias []string, hosts int) []worker.Client
 func (r *run) startCluster(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()
-	for _, n := range r.env.Nodes {
+	for _, n := range r.env.InUse() {
 		if err := n.Start(); err != nil {
 			return err
 		}
@@ -314,7 +320,7 @@ func (r *run) awaitNodes(ctx context.Context) error {
 			}
 		}
 		if err == nil {
-			err = behind(st, goal, r.f.nodes)
+			err = behind(st, goal, len(r.env.InUse()))
 		}
 		if err == nil {
 			return nil
@@ -397,7 +403,7 @@ func (r *run) play(ctx context.Context) *history.End {
 	}
 	heal, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
-	if err := errors.Join(herr, r.env.VerifyCuts(), r.awaitProgress(heal), r.awaitNodes(heal)); err != nil {
+	if err := errors.Join(herr, r.env.VerifyCuts(), n.Settle(heal), r.awaitProgress(heal), r.awaitNodes(heal)); err != nil {
 		end.Progress = err.Error()
 	} else {
 		took := time.Since(began)

@@ -12,6 +12,7 @@ import (
 
 	"github.com/kvd-io/kvd/jepsen/check"
 	"github.com/kvd-io/kvd/jepsen/history"
+	"github.com/kvd-io/kvd/jepsen/nemesis"
 	"github.com/kvd-io/kvd/jepsen/workload"
 )
 
@@ -45,9 +46,14 @@ func named(s string, all []string) []string {
 func (f *flags) workloads() []string  { return named(f.workload, workload.Names()) }
 func (f *flags) transports() []string { return named(f.transport, allTransports) }
 
-func defaultShards(workload string) int {
-	if workload == "list" || workload == "set" {
+// defaultShards: a list needs every shard, and a node that is drained has to get rid of a
+// replica of most of them, between faults of other kinds.
+func defaultShards(workload string, kinds []string) int {
+	switch {
+	case workload == "list" || workload == "set":
 		return 4
+	case slices.ContainsFunc(kinds, nemesis.NeedsSpare):
+		return 8
 	}
 	return 32
 }
@@ -57,6 +63,10 @@ func defaultShards(workload string) int {
 // from running. The worst verdict is the suite's.
 func (f *flags) suite(cmd *cobra.Command) error {
 	var rows []*outcome
+	kinds, err := nemesis.ParseKinds(f.nemesis)
+	if err != nil {
+		return err
+	}
 	var errs []error
 	seed := f.seed
 	for _, w := range f.workloads() {
@@ -65,7 +75,7 @@ func (f *flags) suite(cmd *cobra.Command) error {
 			one.workload, one.transport, one.seed = w, t, seed
 			seed++
 			if one.shards == 0 {
-				one.shards = defaultShards(w)
+				one.shards = defaultShards(w, kinds)
 			}
 			o, err := one.once(cmd)
 			if err != nil {

@@ -9,6 +9,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"sort"
 	"strconv"
 	"strings"
@@ -23,6 +24,7 @@ type Config struct {
 	DataDir    string // short: unix sockets lie below it
 	LogDir     string
 	Nodes      int
+	Spare      bool // one node more, which joins when it is told to: the last of Env.Nodes
 	Shards     int
 	Clients    []string // names of the hosts of clients
 	Namespaces bool     // network namespaces; needs root
@@ -86,6 +88,9 @@ func New(cfg Config) (e *Env, err error) {
 			err = errors.Join(err, e.Close())
 		}
 	}()
+	if cfg.Spare && len(cfg.Addrs) > 0 {
+		return nil, errors.New("env: no spare node where the addresses of nodes are given")
+	}
 	prefix := fmt.Sprintf("kvdj%d", os.Getpid())
 	var hosts []*Host
 	add := func(name string, last int) *Host {
@@ -94,7 +99,7 @@ func New(cfg Config) (e *Env, err error) {
 		e.hosts[name] = h
 		return h
 	}
-	for i := range cfg.Nodes {
+	for i := range cfg.places() {
 		add(fmt.Sprintf("n%d", i+1), i+1)
 	}
 	for i, name := range cfg.Clients {
@@ -119,8 +124,16 @@ func New(cfg Config) (e *Env, err error) {
 	return e, e.makeNodes(prefix)
 }
 
+// places for nodes, those that begin the cluster first.
+func (c *Config) places() int {
+	if c.Spare {
+		return c.Nodes + 1
+	}
+	return c.Nodes
+}
+
 func (e *Env) makeNodes(prefix string) error {
-	ports := make([]int, 3*e.cfg.Nodes)
+	ports := make([]int, 3*e.cfg.places())
 	for i := range ports {
 		ports[i] = 7400 + i%3
 	}
@@ -130,23 +143,34 @@ func (e *Env) makeNodes(prefix string) error {
 			return err
 		}
 	}
-	var peers []string
-	for i := range e.cfg.Nodes {
-		peers = append(peers, fmt.Sprintf("%d=%s:%d", i+1, e.hosts[fmt.Sprintf("n%d", i+1)].Addr, ports[3*i]))
+	var peers, addrs []string
+	for i := range e.cfg.places() {
+		addrs = append(addrs, fmt.Sprintf("%s:%d", e.hosts[fmt.Sprintf("n%d", i+1)].Addr, ports[3*i]))
+		if i < e.cfg.Nodes {
+			peers = append(peers, fmt.Sprintf("%d=%s", i+1, addrs[i]))
+		}
 	}
-	for i := range e.cfg.Nodes {
+	for i := range e.cfg.places() {
 		id := uint64(i + 1)
 		h := e.hosts[fmt.Sprintf("n%d", id)]
 		at := func(k int) string { return net.JoinHostPort(h.Addr, strconv.Itoa(ports[3*i+k])) }
 		n := &Node{ID: id, Host: h, Address: at(0), bin: e.cfg.Binary, LogFile: filepath.Join(e.cfg.LogDir, fmt.Sprintf("node%d.log", id))}
+		n.dataDir = filepath.Join(e.cfg.DataDir, h.Name)
 		n.args = append([]string{
-			"start", "--node-id", strconv.FormatUint(id, 10), "--data-dir", filepath.Join(e.cfg.DataDir, h.Name),
-			"--listen", at(0), "--metrics-listen", at(1), "--tcp-listen", at(2),
+			"--data-dir", n.dataDir, "--listen", at(0), "--metrics-listen", at(1), "--tcp-listen", at(2),
 			"--shm-dir", filepath.Join(e.cfg.DataDir, "shm"),
-			"--peers", strings.Join(peers, ","), "--shards", strconv.Itoa(e.cfg.Shards),
-			"--bootstrap=" + strconv.FormatBool(id == 1),
 		}, e.cfg.Args...)
 		n.args = append(n.args, e.cfg.NodeArgs[id]...)
+		others := slices.Delete(slices.Clone(addrs), i, i+1)
+		n.join = []string{"--join", strings.Join(others, ",")}
+		n.mu.comes = n.join
+		if i < e.cfg.Nodes {
+			n.mu.comes = []string{
+				"--node-id", strconv.FormatUint(id, 10), "--peers", strings.Join(peers, ","), "--shards", strconv.Itoa(e.cfg.Shards),
+				"--bootstrap=" + strconv.FormatBool(id == 1),
+			}
+			n.mu.member, n.mu.inUse = id, true
+		}
 		if e.cfg.Chaos {
 			n.Socket = filepath.Join(e.cfg.DataDir, h.Name+".chaos")
 			n.args = append(n.args, "--chaos-socket", n.Socket)
@@ -182,10 +206,27 @@ func freePorts(n int) ([]int, error) {
 // Node by id, from 1.
 func (e *Env) Node(id uint64) *Node { return e.Nodes[id-1] }
 
-// Endpoints of all nodes.
+// InUse are the nodes of the cluster, those that join included: not a spare one that waits.
+func (e *Env) InUse() []*Node {
+	return slices.DeleteFunc(slices.Clone(e.Nodes), func(n *Node) bool { return !n.InUse() })
+}
+
+// ByMember is the node that the cluster knows under an id; nil: none that was told so.
+func (e *Env) ByMember(member uint64) *Node {
+	i := slices.IndexFunc(e.Nodes, func(n *Node) bool { return member != 0 && n.Member() == member })
+	if i < 0 {
+		return nil
+	}
+	return e.Nodes[i]
+}
+
+// Founders are the places of the nodes with which the cluster begins.
+func (e *Env) Founders() []*Node { return e.Nodes[:e.cfg.Nodes] }
+
+// Endpoints of the nodes with which the cluster begins.
 func (e *Env) Endpoints() []string {
 	var out []string
-	for _, n := range e.Nodes {
+	for _, n := range e.Founders() {
 		out = append(out, n.Address)
 	}
 	return out
@@ -369,7 +410,7 @@ func (e *Env) Heal() error {
 			errs = append(errs, n.cg.limit(0))
 		}
 		errs = append(errs, n.Signal(syscall.SIGCONT))
-		if n.PID() == 0 {
+		if n.PID() == 0 && n.InUse() {
 			errs = append(errs, n.Start())
 		}
 	}

@@ -14,9 +14,9 @@ import (
 	"syscall"
 )
 
-// Node is one kvd process, or the place of one that is dead.
+// Node is one kvd process, or the place of one that is dead or has yet to come.
 type Node struct {
-	ID      uint64
+	ID      uint64 // of the place, from 1; the cluster's for it is Member
 	Host    *Host
 	Address string // gRPC
 	LogFile string
@@ -24,14 +24,22 @@ type Node struct {
 
 	bin     string
 	args    []string
+	join    []string // what a node of an empty directory is told beside args
+	dataDir string
 	environ []string // beside ours
 	cg      *cgroup  // nil: none
+
+	claim sync.Mutex // see Claim
 
 	mu struct {
 		sync.Mutex
 		cmd     *exec.Cmd
 		done    chan struct{}
 		doomed  bool     // whoever kills it says so before
+		comes   []string // what it is told beside args: how it came to the cluster
+		member  uint64   // the cluster's id for it; 0: not known
+		inUse   bool     // false: a spare one, which does not run yet
+		leaving bool     // it leaves the cluster, and ends when it has
 		crashes []string // ends that nobody had ordered
 		starts  int
 	}
@@ -49,7 +57,7 @@ func (n *Node) Start(extra ...string) error {
 		return err
 	}
 	defer func() { _ = out.Close() }() // the child has its own
-	cmd := exec.Command(n.bin, append(slices.Clone(n.args), extra...)...)
+	cmd := exec.Command(n.bin, slices.Concat([]string{"start"}, n.mu.comes, n.args, extra)...)
 	// kvd's own settings in our environment are meant for a node started by hand.
 	cmd.Env = slices.DeleteFunc(os.Environ(), func(kv string) bool { return strings.HasPrefix(kv, "KVD_") })
 	cmd.Env = append(cmd.Env, n.environ...)
@@ -70,13 +78,71 @@ func (n *Node) Start(extra ...string) error {
 		err := cmd.Wait()
 		n.mu.Lock()
 		defer n.mu.Unlock()
-		if !n.mu.doomed {
+		if !n.mu.doomed && !n.mu.leaving {
 			n.mu.crashes = append(n.mu.crashes, fmt.Sprintf("node %d ended by itself (%v): %s", n.ID, err, n.lastWords()))
 		}
 		n.mu.cmd = nil
 		close(done)
 	}()
 	return nil
+}
+
+// Claim keeps others who end and start the process from doing so until release is
+// called. Whoever claims several does so in the order of their ids.
+func (n *Node) Claim() (release func()) {
+	n.claim.Lock()
+	return n.claim.Unlock
+}
+
+// InUse tells whether the node is part of the cluster, or on its way there.
+func (n *Node) InUse() bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.mu.inUse
+}
+
+// Member is the cluster's id for the node, or 0 where that is not known.
+func (n *Node) Member() uint64 {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.mu.member
+}
+
+// Joined notes the id that the cluster gave to the node.
+func (n *Node) Joined(member uint64) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.mu.member = member
+}
+
+// Leave says that the node is to leave the cluster for good: then it ends, and refuses to
+// start, which is no crash.
+func (n *Node) Leave(leaving bool) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.mu.leaving = leaving
+}
+
+// Leaving tells whether the node is to leave, or has left.
+func (n *Node) Leaving() bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.mu.leaving
+}
+
+// StartAnew has an empty node come to the cluster by joining it: a spare one, or another
+// in the place of one that has left. Whoever calls it has claimed the node.
+func (n *Node) StartAnew() error {
+	if _, err := n.Kill(); err != nil {
+		return err
+	}
+	if err := os.RemoveAll(n.dataDir); err != nil {
+		return fmt.Errorf("env: wipe node %d: %w", n.ID, err)
+	}
+	n.mu.Lock()
+	n.mu.comes, n.mu.member, n.mu.inUse, n.mu.leaving = n.join, 0, true, false
+	n.mu.Unlock()
+	return n.Start()
 }
 
 // lastWords is the end of the node's log.

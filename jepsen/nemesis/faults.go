@@ -5,7 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -24,6 +26,8 @@ type Runner struct {
 	Shards int
 
 	fills uint64 // names the keys of bulk; the process lane alone uses it
+	// quiet keeps other lanes than that of membership from beginning a fault: see await.
+	quiet atomic.Bool
 }
 
 // installs is what a node logs when it begins to install a snapshot.
@@ -31,14 +35,18 @@ const installs = "installs a snapshot"
 
 // Run makes the faults happen until the plan or ctx ends. Faults under way when ctx ends
 // are cut short; Env.Heal undoes what is left.
-func (r *Runner) Run(ctx context.Context, lanes [2][]Event) {
+func (r *Runner) Run(ctx context.Context, lanes Lanes) {
 	began := time.Now()
 	var wg sync.WaitGroup
 	for _, lane := range lanes {
 		wg.Go(func() {
+			var held time.Duration
 			for _, e := range lane {
-				if !pause(ctx, time.Until(began.Add(e.At))) {
+				if !pause(ctx, time.Until(began.Add(e.At+held))) {
 					return
+				}
+				if !NeedsSpare(e.Kind) {
+					held += r.holdBack(ctx)
 				}
 				f := history.Fault{Kind: e.Kind, Start: worker.Now()}
 				err := r.one(ctx, e, &f)
@@ -54,6 +62,14 @@ func (r *Runner) Run(ctx context.Context, lanes [2][]Event) {
 		})
 	}
 	wg.Wait()
+}
+
+// holdBack waits while a fault of membership has asked for quiet, and tells for how long.
+func (r *Runner) holdBack(ctx context.Context) time.Duration {
+	began := time.Now()
+	for r.quiet.Load() && pause(ctx, look) {
+	}
+	return time.Since(began)
 }
 
 func describe(f history.Fault) string {
@@ -84,6 +100,9 @@ func pause(ctx context.Context, d time.Duration) bool {
 
 func (r *Runner) one(ctx context.Context, e Event, f *history.Fault) error {
 	id := e.Node
+	if !r.Env.Node(id).InUse() { // a spare node that waits suffers nothing
+		id = e.Order[1]
+	}
 	if e.Leader || e.Kind == IsolateLeader || e.Kind == ClientLeader {
 		switch leader, err := r.awaitLeader(ctx); {
 		case err == nil:
@@ -95,6 +114,9 @@ func (r *Runner) one(ctx context.Context, e Event, f *history.Fault) error {
 	}
 	f.Nodes = []uint64{id}
 	n := r.Env.Node(id)
+	if slices.Contains(laneKinds[0], e.Kind) && e.Kind != KillAll {
+		defer n.Claim()()
+	}
 	switch e.Kind {
 	case Kill:
 		return r.kill(ctx, e, n, f)
@@ -141,6 +163,10 @@ func (r *Runner) one(ctx context.Context, e Event, f *history.Fault) error {
 		return r.cut(ctx, e, f, fromClients(id, r.Env.ClientHosts(), e.Mode, e.Seed))
 	case Flap:
 		return r.flap(ctx, e, id, f)
+	case Churn:
+		return r.churn(ctx, e, f)
+	case Moves:
+		return r.moves(ctx, e, f)
 	}
 	return fmt.Errorf("nemesis: fault %q is not known", e.Kind)
 }
@@ -178,9 +204,13 @@ func (r *Runner) leader() (uint64, error) {
 	count := map[uint64]int{}
 	var best uint64
 	for _, c := range claims {
-		count[c.node]++
-		if best == 0 || count[c.node] > count[best] || (count[c.node] == count[best] && c.node < best) {
-			best = c.node
+		n := r.Env.ByMember(c.node)
+		if n == nil {
+			continue // it has joined a moment ago
+		}
+		count[n.ID]++
+		if best == 0 || count[n.ID] > count[best] || (count[n.ID] == count[best] && n.ID < best) {
+			best = n.ID
 		}
 	}
 	if best == 0 {
@@ -199,23 +229,30 @@ func (r *Runner) kill(ctx context.Context, e Event, n *env.Node, f *history.Faul
 func (r *Runner) killAll(ctx context.Context, e Event, f *history.Fault) error {
 	f.Nodes = nil
 	var dying []<-chan struct{}
+	var all []*env.Node
 	for _, n := range r.Env.Nodes {
+		defer n.Claim()()
+		if n.InUse() {
+			all = append(all, n)
+		}
+	}
+	for _, n := range all {
 		if done := n.Doom(); done != nil {
 			dying = append(dying, done)
 			f.Nodes = append(f.Nodes, n.ID)
 		}
 	}
 	var errs []error
-	for _, n := range r.Env.Nodes {
+	for _, n := range all {
 		errs = append(errs, n.Signal(syscall.SIGKILL))
 	}
 	for _, done := range dying {
 		<-done
 	}
-	f.Seen = len(dying) == len(r.Env.Nodes)
-	f.Detail = fmt.Sprintf("%d of %d ran", len(dying), len(r.Env.Nodes))
+	f.Seen = len(dying) == len(all)
+	f.Detail = fmt.Sprintf("%d of %d ran", len(dying), len(all))
 	pause(ctx, e.For)
-	for _, n := range r.Env.Nodes {
+	for _, n := range all {
 		errs = append(errs, n.Start())
 	}
 	return errors.Join(errs...)
@@ -239,7 +276,7 @@ func (r *Runner) transfer(ctx context.Context, e Event, f *history.Fault) error 
 	f.Nodes = nil
 	done, asked := 0, 0
 	for end := time.Now().Add(e.For); time.Now().Before(end) && ctx.Err() == nil; {
-		t := worker.Transfer{Shard: uint32(1 + rng.IntN(r.Shards)), To: e.Order[rng.IntN(len(e.Order))]}
+		t := worker.Transfer{Shard: uint32(1 + rng.IntN(r.Shards)), To: r.Env.Node(e.Order[rng.IntN(len(e.Order))]).Member()}
 		asked++
 		if r.Ctl.Transfer(t) == nil {
 			done++
@@ -267,16 +304,23 @@ func (r *Runner) snapshot(ctx context.Context, e Event, n *env.Node, f *history.
 	if err != nil {
 		return err
 	}
-	var had uint64
+	held := map[uint32]uint64{} // what it has applied, by shard
 	for _, rep := range st.Replicas {
-		if rep.Node == n.ID && rep.Shard == shard {
-			had = rep.Applied
+		if rep.Node == n.Member() && rep.Shard != 0 {
+			held[rep.Shard] = rep.Applied
 		}
 	}
+	for range r.Shards { // not each node has a replica of each shard where more nodes joined
+		if _, has := held[shard]; has {
+			break
+		}
+		shard = shard%uint32(r.Shards) + 1
+	}
+	had := held[shard]
 	if _, err := n.Kill(); err != nil {
 		return err
 	}
-	wrote, err := r.outrun(ctx, shard, had, n.ID)
+	wrote, err := r.outrun(ctx, shard, had, n.Member())
 	f.Detail += fmt.Sprintf("shard %d, %d MiB written, ", shard, wrote>>20)
 	from := n.LogSize()
 	if err = errors.Join(err, n.Start()); err != nil {
@@ -355,10 +399,10 @@ func (r *Runner) tiny(ctx context.Context, e Event, n *env.Node, f *history.Faul
 		// Bulk drives the rest out; it fails where another fault is in its way.
 		last = r.bulk(uint32(1+rng.IntN(r.Shards)), 1<<20, 32<<10)
 		if st, err := r.Ctl.Status(); err == nil {
-			evicted = max(evicted, st.Evictions[n.ID])
+			evicted = max(evicted, st.Evictions[n.Member()])
 			now := uint64(0)
 			for _, rep := range st.Replicas {
-				if rep.Node == n.ID {
+				if rep.Node == n.Member() {
 					now += rep.Away
 				}
 			}

@@ -30,23 +30,32 @@ const (
 	IsolateLeader = "isolate-leader" // cut from the other nodes, not from the clients
 	ClientLeader  = "client-leader"  // clients cut from the leader: both ways, requests only, or answers only
 	Flap          = "flap"           // a node's cable goes out and in
+	Churn         = "churn"          // a node joins; another is drained, and leaves for good or comes back
+	Moves         = "moves"          // replicas moved to and fro
 )
 
 // processKinds need no network of their own, networkKinds do; chaosKinds need a kvd that
-// was built with the tag chaos.
+// was built with the tag chaos; memberKinds need a spare node.
 var (
 	processKinds = []string{Kill, KillAll, Stop, Transfer, Snapshot, Tiny, OOM, Grow}
 	chaosKinds   = []string{SlowDisk, StallSync, FailSync, DiskFull, ClockJump}
 	networkKinds = []string{Halves, Ring, Bridge, OneWay, IsolateLeader, ClientLeader, Flap}
+	memberKinds  = []string{Churn, Moves}
 )
 
 // Kinds of all faults.
-func Kinds() []string { return slices.Concat(processKinds, chaosKinds, networkKinds) }
+func Kinds() []string { return slices.Concat(processKinds, chaosKinds, networkKinds, memberKinds) }
 
 // NeedsChaos tells whether a fault needs a kvd that was built with the tag chaos.
 func NeedsChaos(kind string) bool { return slices.Contains(chaosKinds, kind) }
 
-// ParseKinds reads all, none, process, disk (and clock), network, or names with commas between.
+// NeedsSpare tells whether a fault needs a node that can join.
+func NeedsSpare(kind string) bool { return slices.Contains(memberKinds, kind) }
+
+// NeedsNetwork tells whether a fault needs a network that can be cut.
+func NeedsNetwork(kind string) bool { return slices.Contains(networkKinds, kind) }
+
+// ParseKinds reads all, none, process, disk (and clock), network, membership, or names with commas between.
 func ParseKinds(s string) ([]string, error) {
 	var out []string
 	for _, name := range strings.Split(s, ",") {
@@ -59,11 +68,13 @@ func ParseKinds(s string) ([]string, error) {
 			out = append(out, chaosKinds...)
 		case name == "network":
 			out = append(out, networkKinds...)
+		case name == "membership":
+			out = append(out, memberKinds...)
 		case name == "none" || name == "":
 		case slices.Contains(Kinds(), name):
 			out = append(out, name)
 		default:
-			return nil, fmt.Errorf("fault %q is not known: want all, none, process, disk, network or some of %s", name, strings.Join(Kinds(), ","))
+			return nil, fmt.Errorf("fault %q is not known: want all, none, process, disk, network, membership or some of %s", name, strings.Join(Kinds(), ","))
 		}
 	}
 	slices.Sort(out)
@@ -77,7 +88,7 @@ type Event struct {
 	For    time.Duration `json:"for"` // how long it lasts
 	Node   uint64        `json:"node"`
 	Leader bool          `json:"leader"` // whoever leads most shards then, instead of Node
-	Order  []uint64      `json:"order"`  // all nodes, shuffled
+	Order  []uint64      `json:"order"`  // all nodes, a spare one included, shuffled
 	Mode   int           `json:"mode"`   // which variant, 0 to 2
 	Seed   uint64        `json:"seed"`   // of what is drawn while it lasts
 }
@@ -93,6 +104,7 @@ var span = map[string][2]time.Duration{
 	Halves: {2 * time.Second, 6 * time.Second}, Ring: {2 * time.Second, 6 * time.Second}, Bridge: {2 * time.Second, 6 * time.Second},
 	OneWay: {2 * time.Second, 6 * time.Second}, IsolateLeader: {2 * time.Second, 6 * time.Second},
 	ClientLeader: {2 * time.Second, 5 * time.Second}, Flap: {2 * time.Second, 5 * time.Second},
+	Churn: {time.Second, 4 * time.Second}, Moves: {4 * time.Second, 8 * time.Second},
 }
 
 const (
@@ -102,13 +114,24 @@ const (
 	lastFault  = time.Second // before the end
 )
 
-// Plan draws the faults of a run: two lanes, one of processes (and their disks and clocks) and one of the network, so
-// that faults of the two classes overlap and those of one class do not. Each lane deals
-// its kinds like cards, so that all come before one comes again. Every random choice
-// follows from the seed.
-func Plan(seed uint64, kinds []string, length time.Duration, nodes int) [2][]Event {
-	var lanes [2][]Event
-	for i, class := range [][]string{slices.Concat(processKinds, chaosKinds), networkKinds} {
+// Lanes are of processes (and their disks and clocks), of the network, and of membership.
+type Lanes [3][]Event
+
+// LaneNames, in the order of Lanes.
+var LaneNames = [3]string{"process", "network", "members"}
+
+var laneKinds = [3][]string{slices.Concat(processKinds, chaosKinds), networkKinds, memberKinds}
+
+// Plan draws the faults of a run, in lanes, so that faults of different classes overlap and
+// those of one class do not. Each lane deals its kinds like cards, so that all come before
+// one comes again. Every random choice follows from the seed. nodes do not include the
+// spare one.
+func Plan(seed uint64, kinds []string, length time.Duration, nodes int) Lanes {
+	var lanes Lanes
+	if slices.ContainsFunc(kinds, NeedsSpare) {
+		nodes++
+	}
+	for i, class := range laneKinds {
 		var mine []string
 		for _, k := range class {
 			if slices.Contains(kinds, k) {

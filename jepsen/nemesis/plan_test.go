@@ -1,7 +1,6 @@
 package nemesis
 
 import (
-	"slices"
 	"testing"
 	"time"
 
@@ -30,7 +29,8 @@ func TestPlanDealsEveryKind(t *testing.T) {
 	lanes := Plan(7, Kinds(), 6*time.Minute, 5)
 	require.NotEmpty(t, lanes[0])
 	require.NotEmpty(t, lanes[1])
-	for i, class := range [][]string{slices.Concat(processKinds, chaosKinds), networkKinds} {
+	require.NotEmpty(t, lanes[2])
+	for i, class := range laneKinds {
 		seen := map[string]int{}
 		var end time.Duration
 		for _, e := range lanes[i] {
@@ -39,7 +39,7 @@ func TestPlanDealsEveryKind(t *testing.T) {
 			require.Less(t, e.At, 6*time.Minute)
 			require.GreaterOrEqual(t, e.For, span[e.Kind][0])
 			require.LessOrEqual(t, e.For, span[e.Kind][1])
-			require.ElementsMatch(t, []uint64{1, 2, 3, 4, 5}, e.Order)
+			require.ElementsMatch(t, []uint64{1, 2, 3, 4, 5, 6}, e.Order, "with the spare one")
 			require.Equal(t, e.Order[0], e.Node)
 			end = e.At + e.For
 			seen[e.Kind]++
@@ -48,6 +48,9 @@ func TestPlanDealsEveryKind(t *testing.T) {
 	}
 	require.Empty(t, Plan(7, nil, time.Minute, 3)[0])
 	require.Empty(t, Plan(7, []string{Kill}, time.Minute, 3)[1])
+	for _, e := range Plan(7, []string{Kill}, time.Minute, 3)[0] {
+		require.ElementsMatch(t, []uint64{1, 2, 3}, e.Order, "without faults of membership there is no spare one")
+	}
 }
 
 func TestEveryKindHasASpan(t *testing.T) {
@@ -69,6 +72,12 @@ func TestParseKinds(t *testing.T) {
 	require.Len(t, disk, len(chaosKinds)+1)
 	for _, k := range disk {
 		require.Equal(t, k != Tiny, NeedsChaos(k))
+	}
+	members, err := ParseKinds("membership,kill")
+	require.NoError(t, err)
+	require.Equal(t, []string{Churn, Kill, Moves}, members)
+	for _, k := range members {
+		require.Equal(t, k != Kill, NeedsSpare(k))
 	}
 	none, err := ParseKinds("none")
 	require.NoError(t, err)

@@ -152,6 +152,25 @@ func (w *Worker) Fill(f Fill) (int, error) {
 	return r.Count, err
 }
 
+// Members of the cluster, those that have left too.
+func (w *Worker) Members() ([]Member, error) {
+	r, err := w.ask(request{Members: true})
+	return r.Members, err
+}
+
+// Drain has a node drained, decommissioned, or set active again; it returns when that is
+// decided.
+func (w *Worker) Drain(d Drain) error {
+	_, err := w.ask(request{Drain: &d})
+	return err
+}
+
+// Moving is how many shards have replicas that are on their way, or are to be.
+func (w *Worker) Moving() (int, error) {
+	r, err := w.ask(request{Moving: true})
+	return r.Count, err
+}
+
 // closeTimeout is how long a worker may take to close its clients.
 const closeTimeout = 10 * time.Second
 

@@ -34,6 +34,25 @@ type request struct {
 	Stats    bool
 	Transfer *Transfer
 	Fill     *Fill
+	Members  bool
+	Drain    *Drain
+	Moving   bool
+}
+
+// Member is a node as the leader of group 0 knows it.
+type Member struct {
+	Node     uint64
+	Address  string
+	State    string // as kvctl names it: joining, active, draining, decommissioned, gone
+	Live     bool
+	Replicas int // on their way there or away included
+}
+
+// Drain has a node's replicas moved away.
+type Drain struct {
+	Node    uint64
+	Undo    bool // it is to be an active one again
+	ForGood bool // it is to leave the cluster
 }
 
 // Transfer moves a shard's leadership.
@@ -56,7 +75,8 @@ type Fill struct {
 type Replica struct {
 	Node       uint64
 	Shard      uint32
-	Leader     uint64 // as this node sees it
+	Leader     uint64   // as this node sees it
+	Voters     []uint64 // likewise
 	ServedTerm uint64
 	Applied    uint64
 	First      uint64 // index of the log's first entry
@@ -83,13 +103,14 @@ type Stats struct {
 
 // response of a worker.
 type response struct {
-	ID     uint64
-	Ready  bool // the first one
-	Op     *history.Op
-	Status *Status
-	Stats  *Stats
-	Count  int
-	Err    string
+	ID      uint64
+	Ready   bool // the first one
+	Op      *history.Op
+	Status  *Status
+	Stats   *Stats
+	Count   int
+	Members []Member
+	Err     string
 }
 
 // Now is the host's monotonic clock in nanoseconds, the same in all processes.

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -140,6 +141,16 @@ func (s *server) handle(ctx context.Context, req *request) response {
 		cancel()
 	case req.Fill != nil:
 		r.Count, err = s.fill(context.WithoutCancel(ctx), *req.Fill)
+	case req.Members:
+		r.Members, err = s.members(ctx)
+	case req.Drain != nil:
+		if d := *req.Drain; d.ForGood {
+			err = s.admin.Decommission(ctx, d.Node)
+		} else {
+			err = s.admin.Drain(ctx, d.Node, client.DrainOptions{Undo: d.Undo})
+		}
+	case req.Moving:
+		r.Count, err = s.moving(ctx)
 	}
 	if err != nil {
 		r.Err = err.Error()
@@ -162,12 +173,35 @@ func (s *server) status(ctx context.Context) (*Status, error) {
 		st.IndexBytes[n.NodeID] = n.Status.GetArena().GetIndexBytes()
 		for _, sh := range n.Status.GetShards() {
 			st.Replicas = append(st.Replicas, Replica{
-				Node: n.NodeID, Shard: sh.GetShard(), Leader: sh.GetLeaderNode(),
+				Node: n.NodeID, Shard: sh.GetShard(), Leader: sh.GetLeaderNode(), Voters: sh.GetVoters(),
 				ServedTerm: sh.GetServedTerm(), Applied: sh.GetApplied(), First: sh.GetFirstIndex(), Away: sh.GetKeys() - min(sh.GetKeys(), sh.GetResidentKeys()),
 			})
 		}
 	}
 	return st, nil
+}
+
+func (s *server) members(ctx context.Context) ([]Member, error) {
+	list, err := s.admin.Members(ctx)
+	var out []Member
+	for _, m := range list {
+		state := strings.ToLower(strings.TrimPrefix(m.GetNode().GetState().String(), "NODE_STATE_"))
+		out = append(out, Member{m.GetNode().GetNodeId(), m.GetNode().GetAddress(), state, m.GetLive(), int(m.GetReplicas())})
+	}
+	return out, err
+}
+
+// moving counts what is under way, and what would be next; leaders that change places are
+// no matter.
+func (s *server) moving(ctx context.Context) (int, error) {
+	r, err := s.admin.Rebalance(ctx, true)
+	n := int(r.GetMoving())
+	for _, m := range r.GetMoves() {
+		if !m.GetLeader() {
+			n++
+		}
+	}
+	return n, err
 }
 
 func (s *server) stats() *Stats {
