@@ -87,6 +87,21 @@ func TestDiskFaultsAreSeen(t *testing.T) {
 	}
 }
 
+// A node joins, and another is emptied and leaves or comes back, while a third is killed.
+func TestMembershipFaultsAreSeen(t *testing.T) {
+	bin, kvd := build(t)
+	out, errOut, _, h := wholeRun(t, bin, kvd, "--nemesis", "membership,kill", "--time", "50s", "--seed", "1")
+	require.True(t, strings.HasPrefix(out, "PASS"), "%s%s", out, errOut)
+	seen := map[string]bool{}
+	for _, f := range h.Faults {
+		seen[f.Kind] = seen[f.Kind] || f.Seen
+	}
+	for _, kind := range []string{"churn", "moves", "kill"} {
+		require.True(t, seen[kind], "%s: %s", kind, errOut)
+	}
+	require.Contains(t, errOut, "no replica moves", "the run waited for what was on its way")
+}
+
 // A kvd as it is shipped has no orders for its disk; what needs them is left out.
 func TestOrdinaryKvd(t *testing.T) {
 	kvd := filepath.Join(t.TempDir(), "kvd")

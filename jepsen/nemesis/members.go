@@ -37,13 +37,15 @@ const (
 	calm  = 12 * time.Second
 )
 
+func quietAfter(took time.Duration) bool { return noise < took && took < noise+calm }
+
 // await asks until done, or until patience or ctx ends. It tells how long that took.
 func (r *Runner) await(ctx context.Context, patience time.Duration, what string, done func() error) (time.Duration, error) {
 	defer r.quiet.Store(false)
 	for began := time.Now(); ; {
 		err := done()
 		took := time.Since(began)
-		r.quiet.Store(noise < took && took < noise+calm)
+		r.quiet.Store(quietAfter(took))
 		if err == nil {
 			return took, nil
 		}
