@@ -212,7 +212,7 @@ func (g *Group) applyConf(e *raftpb.Entry) (result any, err error) {
 	} else if conf, err = g.changeConf(cc); err != nil {
 		return nil, err
 	}
-	g.config.Store(&config{e.GetIndex(), conf})
+	g.config.Store(&config{e.GetIndex(), conf, g.h.cfg.Clock.Now()})
 	if err := g.sm.ApplyConfig(e.GetIndex(), e.GetTerm(), conf); err != nil {
 		return nil, fmt.Errorf("raft: group %d: apply the configuration of entry %d: %w", g.id, e.GetIndex(), err)
 	}
@@ -294,7 +294,7 @@ func (g *Group) installSnapshot(w *logWork) {
 	}
 	g.storage.setAppliedState(st)
 	g.applied.Store(st.Index)
-	g.config.Store(&config{st.ConfigID, st.Conf})
+	g.config.Store(&config{st.ConfigID, st.Conf, g.h.cfg.Clock.Now()})
 	g.h.count.snapsGot.Add(1)
 	w.snap.Data = nil // it may be large, and the answers keep the snapshot
 	w.installed = true

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	etcdraft "go.etcd.io/raft/v3"
 	"go.etcd.io/raft/v3/raftpb"
@@ -78,8 +79,9 @@ type role struct {
 // config is the configuration and the index of its entry: they change together, since
 // readers take one for the proof of the other.
 type config struct {
-	id   uint64
-	conf *raftpb.ConfState
+	id    uint64
+	conf  *raftpb.ConfState
+	since time.Time
 }
 
 func openGroup(h *Host, gc GroupConfig) (*Group, error) {
@@ -112,7 +114,7 @@ func openGroup(h *Host, gc GroupConfig) (*Group, error) {
 	g.mu.core.queuedHS = ls.Hard
 	g.commit.Store(ls.Hard.GetCommit())
 	g.applied.Store(st.Index)
-	g.config.Store(&config{st.ConfigID, st.Conf})
+	g.config.Store(&config{st.ConfigID, st.Conf, g.h.cfg.Clock.Now()})
 	g.role.Store(&role{Term: ls.Hard.GetTerm()})
 	// Before the core can answer anyone.
 	g.sm.SetTerm(ls.Hard.GetTerm())

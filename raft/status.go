@@ -1,6 +1,8 @@
 package raft
 
 import (
+	"time"
+
 	etcdraft "go.etcd.io/raft/v3"
 	"go.etcd.io/raft/v3/raftpb"
 	"go.etcd.io/raft/v3/tracker"
@@ -19,6 +21,8 @@ type Status struct {
 	LastIndex  uint64 // durable
 	ConfigID   uint64
 	Conf       *raftpb.ConfState // shared: not to be changed
+	// ConfigSince is when this replica applied the configuration, or opened with it.
+	ConfigSince time.Time
 	// Followers is set while leading, as of the last tick.
 	Followers []FollowerProgress // shared: not to be changed
 }
@@ -39,7 +43,7 @@ func (g *Group) Status() Status {
 	s := Status{
 		ID: g.id, Leader: r.Leader, Term: r.Term, Leading: r.Leading,
 		Commit: g.commit.Load(), Applied: g.applied.Load(),
-		ConfigID: conf.id, Conf: conf.conf,
+		ConfigID: conf.id, Conf: conf.conf, ConfigSince: conf.since,
 	}
 	s.FirstIndex, s.LastIndex = g.storage.bounds()
 	if p := g.progress.Load(); p != nil && r.Leading {

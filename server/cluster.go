@@ -36,7 +36,11 @@ func (n *Node) Status(ctx context.Context, _ *kvdv1.StatusRequest) (*kvdv1.Statu
 	if !n.ready.Load() {
 		return r, nil
 	}
-	r.Transports, r.ReadOnly = n.export.names(), n.disk.refusal() != ""
+	r.Transports, r.ReadOnlyReason = n.export.names(), n.disk.refusal()
+	r.ReadOnly = r.GetReadOnlyReason() != ""
+	r.ShardCount = id.manifest.GetShards()
+	r.Replication = uint32(n.replication(id.manifest, n.registry.able()))
+	r.WantedReplication = max(id.manifest.GetReplication(), id.manifest.GetWantedReplication())
 	a := n.arena.Stats()
 	r.Arena = &kvdv1.ArenaStatus{
 		LimitBytes: n.cfg.ArenaBytes, RegisteredBytes: a.RegisteredBytes, UsedBytes: a.UsedBytes, ObjectBytes: a.ObjectBytes,

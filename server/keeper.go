@@ -200,7 +200,6 @@ func settled(wish []uint64, at *kvdv1.ShardReport) bool {
 func (n *Node) clusterNow(k *keeper, facts map[uint32]*shardFacts) (placement.Cluster, map[uint32]bool) {
 	m := n.identity.Load().manifest
 	var c placement.Cluster
-	able := 0
 	now := n.cfg.Clock.Now()
 	k.leadersOnly = map[uint64]bool{}
 	for _, r := range n.registry.nodes() {
@@ -216,17 +215,14 @@ func (n *Node) clusterNow(k *keeper, facts map[uint32]*shardFacts) (placement.Cl
 			node.State = placement.Draining
 			if r.GetLeadersOnly() {
 				k.leadersOnly[node.ID] = true
-				able++
 			}
-		default:
-			able++
 		}
 		if now.Sub(heard) > n.cfg.ReplaceAfter {
 			node.State = placement.Dead
 		}
 		c.Nodes = append(c.Nodes, node)
 	}
-	c.Replication = n.replication(m, able)
+	c.Replication = n.replication(m, n.registry.able())
 	moving := map[uint32]bool{}
 	for number := uint32(1); number <= m.GetShards(); number++ {
 		s := placement.Shard{ID: number, Voters: n.target(number)}

@@ -68,6 +68,9 @@ func (n *Node) describeReplica(number uint32, m *machine) *kvdv1.ShardReplica {
 		Voters: st.Conf.GetVoters(), VotersOutgoing: st.Conf.GetVotersOutgoing(), Learners: st.Conf.GetLearners(),
 		Applied: st.Applied, Commit: st.Commit, FirstIndex: st.FirstIndex, LastIndex: st.LastIndex,
 	}
+	if !st.ConfigSince.IsZero() {
+		r.ConfigAgeMs = uint64(max(0, n.cfg.Clock.Now().Sub(st.ConfigSince).Milliseconds()))
+	}
 	if m.record != nil {
 		r.ServedTerm = m.record.Load().ServedTerm
 	}

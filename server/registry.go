@@ -56,6 +56,21 @@ func (r *registry) nodes() []*kvdv1.NodeRecord {
 	return slices.SortedFunc(maps.Values(*known), func(a, b *kvdv1.NodeRecord) int { return cmp.Compare(a.GetNodeId(), b.GetNodeId()) })
 }
 
+// able counts the nodes that can hold replicas.
+func (r *registry) able() (able int) {
+	for _, n := range r.nodes() {
+		switch n.GetState() {
+		case kvdv1.NodeState_NODE_STATE_ACTIVE:
+			able++
+		case kvdv1.NodeState_NODE_STATE_DRAINING, kvdv1.NodeState_NODE_STATE_DECOMMISSIONED:
+			if n.GetLeadersOnly() {
+				able++
+			}
+		}
+	}
+	return able
+}
+
 func (r *registry) find(id uint64) *kvdv1.NodeRecord { return findNode(r.nodes(), id) }
 
 func findNode(nodes []*kvdv1.NodeRecord, id uint64) *kvdv1.NodeRecord {

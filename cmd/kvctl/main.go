@@ -36,6 +36,7 @@ const (
 	exitUnknown     = 7
 	exitExhausted   = 8
 	exitProblems    = 9
+	exitDegraded    = 10
 )
 
 func main() {
@@ -60,6 +61,8 @@ func exitCode(err error) int {
 	switch {
 	case errors.Is(err, errProblems):
 		return exitProblems
+	case errors.Is(err, errDegraded):
+		return exitDegraded
 	case errors.As(err, &usage), errors.Is(err, client.ErrInvalid):
 		return exitUsage
 	case errors.Is(err, client.ErrNotFound), errors.Is(err, client.ErrUnknownNamespace):
@@ -107,7 +110,7 @@ the other nodes are learnt from it.
 Exit codes: 0 success, 1 failed, 2 usage (also: empty or long key, large value), 3 not found
 (key or namespace), 4 conflict, 5 unavailable, 6 denied (also: another cluster), 7 outcome
 unknown (the write may have been applied), 8 exhausted (memory, disk or queue), 9 doctor found
-problems.`,
+problems, 10 the cluster is degraded (cluster health).`,
 		Example: `  kvctl put greeting hello
   kvctl get greeting
   kvctl put model.bin --file ./model.bin --if-absent
@@ -148,7 +151,7 @@ problems.`,
 	complete("transport", transports...)
 	complete("output", "table", "json")
 	root.AddCommand(newGet(s), newPut(s), newDel(s), newLs(s), newNamespace(s), newToken(s), newStatus(s), newDoctor(s), newBackup(s), newRestore(s), newShards(s), newTransfer(s), newExplain(s),
-		newMembers(s), newDrain(s), newDecommission(s), newRebalance(s))
+		newMembers(s), newDrain(s), newDecommission(s), newRebalance(s), newCluster(s))
 	return root
 }
 

@@ -18,6 +18,7 @@ import (
 
 	kvdv1 "github.com/kvd-io/kvd/api/kvd/v1"
 	"github.com/kvd-io/kvd/client"
+	"github.com/kvd-io/kvd/internal/health"
 )
 
 // memberRow is one node as the leader of group 0 knows it.
@@ -35,6 +36,55 @@ type memberRow struct {
 	Host     string `json:"host,omitempty"`
 	Version  string `json:"version,omitempty"`
 	Since    string `json:"since,omitempty"`
+	// Gossip is a hint of whether the node lives; unset where no node gossips.
+	Gossip *gossipRow `json:"gossip,omitempty"`
+}
+
+// gossipRow is what the others hear of a node beside Raft.
+type gossipRow struct {
+	State    string `json:"state"` // alive, suspect, dead, left, or never heard
+	Since    string `json:"since,omitempty"`
+	Heard    string `json:"heard,omitempty"` // when it last answered the observer
+	Observer uint64 `json:"observer"`        // the node that says so
+}
+
+// addGossip asks the nodes that live whom they hear; it tells whether any gossips.
+func addGossip(ctx context.Context, a *client.Admin, rows []memberRow) bool {
+	ask := map[uint64]string{}
+	for _, r := range rows {
+		if r.Live && r.Address != "" {
+			ask[r.Node] = r.Address
+		}
+	}
+	var views []health.View
+	for node, heard := range a.Liveness(ctx, ask) {
+		views = append(views, health.View{Observer: node, Heard: heard})
+	}
+	hints := health.Hints(views...)
+	for i, r := range rows {
+		if h, ok := hints[r.Node]; ok {
+			rows[i].Gossip = &gossipRow{State: h.Word(), Since: timeOrNone(h.Since), Heard: timeOrNone(h.Heard), Observer: h.Observer}
+		}
+	}
+	return len(views) > 0
+}
+
+func timeOrNone(t time.Time) string {
+	if t.IsZero() {
+		return ""
+	}
+	return t.UTC().Format(time.RFC3339)
+}
+
+// String is for a column.
+func (g *gossipRow) String() string {
+	switch {
+	case g == nil:
+		return "-"
+	case g.Since == "":
+		return g.State
+	}
+	return g.State + " since " + g.Since
 }
 
 func rowOf(m *kvdv1.MemberStatus) memberRow {
@@ -66,7 +116,9 @@ func newMembers(s *settings) *cobra.Command {
 		Long: `Shows the nodes as the leader of the cluster's own group knows them: state, whether it hears them, how
 many replicas they hold and lead, and their failure domains. A node is joining until it has what the
 cluster knows, then active; draining or decommissioned while its replicas are moved away; gone when
-it has left. Wants an operator's token.`,
+it has left. Where nodes gossip (kvd start --gossip-listen) a column shows what they hear of each other
+beside that: alive, suspect, dead, left (it said that it stops) or never heard. That is a hint; nothing
+is decided by it. Wants an operator's token.`,
 		Example: `  kvctl members
   kvctl members --all -o json`,
 		Args: exactArgs(),
@@ -82,16 +134,25 @@ it has left. Wants an operator's token.`,
 						rows = append(rows, rowOf(m))
 					}
 				}
+				gossips := addGossip(ctx, a, rows)
 				if s.output == "json" {
 					return printJSON(cmd.OutOrStdout(), rows)
 				}
-				t := newTable(cmd.OutOrStdout(), "node", "address", "state", "live", "group 0", "replicas", "leads", "bytes", "zone", "rack", "host", "version")
+				header := []any{"node", "address", "state", "live", "group 0", "replicas", "leads", "bytes", "zone", "rack", "host", "version"}
+				if gossips {
+					header = append(header, "gossip")
+				}
+				t := newTable(cmd.OutOrStdout(), header...)
 				for _, r := range rows {
 					part := "learns"
 					if r.Voter {
 						part = "votes"
 					}
-					t.AppendRow([]any{r.Node, r.Address, r.State, r.Live, part, r.Replicas, r.Leads, humanize.IBytes(r.Bytes), r.Zone, r.Rack, r.Host, r.Version})
+					row := []any{r.Node, r.Address, r.State, r.Live, part, r.Replicas, r.Leads, humanize.IBytes(r.Bytes), r.Zone, r.Rack, r.Host, r.Version}
+					if gossips {
+						row = append(row, r.Gossip)
+					}
+					t.AppendRow(row)
 				}
 				t.Render()
 				return nil

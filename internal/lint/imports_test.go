@@ -53,6 +53,8 @@ var importTable = []row{
 	{"internal/placement", nil},
 	// The file of kvctl backup.
 	{"internal/backup", []string{"api/kvd/v1", "storage/layout"}},
+	// The verdict on a cluster: a pure function.
+	{"internal/health", []string{"api/kvd/v1", "client"}},
 	{"internal/doctor", []string{"client", "rdma", "rdma/*"}},
 
 	// Upper packages of internal/: they run whole nodes.

@@ -786,8 +786,14 @@ type StatusResponse struct {
 	Transports       []string               `protobuf:"bytes,11,rep,name=transports,proto3" json:"transports,omitempty"`
 	ReadOnly         bool                   `protobuf:"varint,12,opt,name=read_only,json=readOnly,proto3" json:"read_only,omitempty"`
 	ServerCpuSeconds float64                `protobuf:"fixed64,13,opt,name=server_cpu_seconds,json=serverCpuSeconds,proto3" json:"server_cpu_seconds,omitempty"` // user + system of the whole process
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	ReadOnlyReason   string                 `protobuf:"bytes,14,opt,name=read_only_reason,json=readOnlyReason,proto3" json:"read_only_reason,omitempty"`         // for people; empty: writes are taken
+	ShardCount       uint32                 `protobuf:"varint,15,opt,name=shard_count,json=shardCount,proto3" json:"shard_count,omitempty"`                      // of the cluster, group 0 not counted; shards has what is here
+	// Voters that each shard should have with the nodes that there are, and at most, when
+	// there are nodes enough.
+	Replication       uint32 `protobuf:"varint,16,opt,name=replication,proto3" json:"replication,omitempty"`
+	WantedReplication uint32 `protobuf:"varint,17,opt,name=wanted_replication,json=wantedReplication,proto3" json:"wanted_replication,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *StatusResponse) Reset() {
@@ -907,6 +913,34 @@ func (x *StatusResponse) GetReadOnly() bool {
 func (x *StatusResponse) GetServerCpuSeconds() float64 {
 	if x != nil {
 		return x.ServerCpuSeconds
+	}
+	return 0
+}
+
+func (x *StatusResponse) GetReadOnlyReason() string {
+	if x != nil {
+		return x.ReadOnlyReason
+	}
+	return ""
+}
+
+func (x *StatusResponse) GetShardCount() uint32 {
+	if x != nil {
+		return x.ShardCount
+	}
+	return 0
+}
+
+func (x *StatusResponse) GetReplication() uint32 {
+	if x != nil {
+		return x.Replication
+	}
+	return 0
+}
+
+func (x *StatusResponse) GetWantedReplication() uint32 {
+	if x != nil {
+		return x.WantedReplication
 	}
 	return 0
 }
@@ -2005,7 +2039,7 @@ const file_kvd_v1_cluster_proto_rawDesc = "" +
 	"\x06remove\x18\x03 \x01(\x04R\x06remove\x12\x16\n" +
 	"\x06leader\x18\x04 \x01(\bR\x06leader\x12\x16\n" +
 	"\x06reason\x18\x05 \x01(\tR\x06reason\"\x0f\n" +
-	"\rStatusRequest\"\xcc\x03\n" +
+	"\rStatusRequest\"\xe8\x04\n" +
 	"\x0eStatusResponse\x12\x1d\n" +
 	"\n" +
 	"cluster_id\x18\x01 \x01(\tR\tclusterId\x12\x17\n" +
@@ -2023,7 +2057,12 @@ const file_kvd_v1_cluster_proto_rawDesc = "" +
 	"transports\x18\v \x03(\tR\n" +
 	"transports\x12\x1b\n" +
 	"\tread_only\x18\f \x01(\bR\breadOnly\x12,\n" +
-	"\x12server_cpu_seconds\x18\r \x01(\x01R\x10serverCpuSeconds\"\xd9\x02\n" +
+	"\x12server_cpu_seconds\x18\r \x01(\x01R\x10serverCpuSeconds\x12(\n" +
+	"\x10read_only_reason\x18\x0e \x01(\tR\x0ereadOnlyReason\x12\x1f\n" +
+	"\vshard_count\x18\x0f \x01(\rR\n" +
+	"shardCount\x12 \n" +
+	"\vreplication\x18\x10 \x01(\rR\vreplication\x12-\n" +
+	"\x12wanted_replication\x18\x11 \x01(\rR\x11wantedReplication\"\xd9\x02\n" +
 	"\vShardStatus\x12\x14\n" +
 	"\x05shard\x18\x01 \x01(\rR\x05shard\x12\x1f\n" +
 	"\vleader_node\x18\x02 \x01(\x04R\n" +

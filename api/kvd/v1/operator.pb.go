@@ -137,8 +137,10 @@ type ShardReplica struct {
 	Bytes          uint64                 `protobuf:"varint,15,opt,name=bytes,proto3" json:"bytes,omitempty"` // of keys and values
 	ResidentKeys   uint64                 `protobuf:"varint,16,opt,name=resident_keys,json=residentKeys,proto3" json:"resident_keys,omitempty"`
 	Others         []*ReplicaProgress     `protobuf:"bytes,17,rep,name=others,proto3" json:"others,omitempty"` // set while leading
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Since the answering node applied this configuration, or started.
+	ConfigAgeMs   uint64 `protobuf:"varint,18,opt,name=config_age_ms,json=configAgeMs,proto3" json:"config_age_ms,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ShardReplica) Reset() {
@@ -288,6 +290,13 @@ func (x *ShardReplica) GetOthers() []*ReplicaProgress {
 		return x.Others
 	}
 	return nil
+}
+
+func (x *ShardReplica) GetConfigAgeMs() uint64 {
+	if x != nil {
+		return x.ConfigAgeMs
+	}
+	return 0
 }
 
 // ReplicaProgress is what a leader knows of another replica.
@@ -563,7 +572,7 @@ const file_kvd_v1_operator_proto_rawDesc = "" +
 	"\x06shards\x18\x01 \x03(\rR\x06shards\"[\n" +
 	"\x0eShardsResponse\x12\x17\n" +
 	"\anode_id\x18\x01 \x01(\x04R\x06nodeId\x120\n" +
-	"\breplicas\x18\x02 \x03(\v2\x14.kvd.v1.ShardReplicaR\breplicas\"\x80\x04\n" +
+	"\breplicas\x18\x02 \x03(\v2\x14.kvd.v1.ShardReplicaR\breplicas\"\xa4\x04\n" +
 	"\fShardReplica\x12\x14\n" +
 	"\x05shard\x18\x01 \x01(\rR\x05shard\x12\x18\n" +
 	"\aleading\x18\x02 \x01(\bR\aleading\x12\x1f\n" +
@@ -586,7 +595,8 @@ const file_kvd_v1_operator_proto_rawDesc = "" +
 	"\x04keys\x18\x0e \x01(\x04R\x04keys\x12\x14\n" +
 	"\x05bytes\x18\x0f \x01(\x04R\x05bytes\x12#\n" +
 	"\rresident_keys\x18\x10 \x01(\x04R\fresidentKeys\x12/\n" +
-	"\x06others\x18\x11 \x03(\v2\x17.kvd.v1.ReplicaProgressR\x06others\"\x8e\x01\n" +
+	"\x06others\x18\x11 \x03(\v2\x17.kvd.v1.ReplicaProgressR\x06others\x12\"\n" +
+	"\rconfig_age_ms\x18\x12 \x01(\x04R\vconfigAgeMs\"\x8e\x01\n" +
 	"\x0fReplicaProgress\x12\x17\n" +
 	"\anode_id\x18\x01 \x01(\x04R\x06nodeId\x12\x14\n" +
 	"\x05match\x18\x02 \x01(\x04R\x05match\x12\x18\n" +
