@@ -12,6 +12,10 @@ import (
 	kvdv1 "github.com/kvd-io/kvd/api/kvd/v1"
 )
 
+// membersWait is the least that the leader of group 0 is given to say who the members are:
+// it asks the nodes itself, and waits for one that hangs.
+const membersWait = 2 * time.Second
+
 // Survey is what all nodes said of the cluster at about one time. It is the caller's.
 type Survey struct {
 	At        time.Time // by the clock of this host, when it was complete
@@ -47,7 +51,8 @@ type NodeSurvey struct {
 // hears; and the leader of group 0 for the members. All nodes are asked at the same time,
 // and each has Config.ConnectTimeout to answer: a node that is stopped, or hangs, costs
 // that once, however many there are. Where one was silent the others are asked again for
-// their replicas, so that these are no older than the silence.
+// their replicas, so that these are no older than the silence. The leader of group 0 has
+// as long, and 2 s at least.
 //
 // A node that does not answer, and even that none does, is no error. Errors: ErrDenied
 // (the token is no operator's), ErrWrongCluster (the endpoints are of two clusters, or of
@@ -229,7 +234,7 @@ func (a *Admin) askMembers(ctx context.Context, s *Survey) {
 	// The leader of group 0, or whoever passes it on; one more, because it may just have
 	// lost the lead.
 	answered = answered[:min(2, len(answered))]
-	ctx, cancel := context.WithTimeout(ctx, a.cfg.ConnectTimeout)
+	ctx, cancel := context.WithTimeout(ctx, max(a.cfg.ConnectTimeout, membersWait))
 	defer cancel()
 	type answer struct {
 		members []*kvdv1.MemberStatus

@@ -3,6 +3,7 @@ package client
 import (
 	"context"
 	"net"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -26,17 +27,29 @@ type surveyNode struct {
 	hangShards  bool
 	membersFail bool
 	shardsAsked atomic.Int64
-	// Calls that hang, of all nodes with the same gauge, and how many a call that ended saw
-	// beside itself.
-	hanging, most *atomic.Int64
+	hanging     *gauge // calls that do, of all nodes
+}
+
+// gauge remembers its highest reading.
+type gauge struct {
+	mu struct {
+		sync.Mutex
+		now, most int
+	}
+}
+
+func (g *gauge) add(n int) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.mu.now += n
+	g.mu.most = max(g.mu.most, g.mu.now)
 }
 
 func (n *surveyNode) Status(ctx context.Context, _ *kvdv1.StatusRequest) (*kvdv1.StatusResponse, error) {
 	if n.hangStatus {
-		n.hanging.Add(1)
+		n.hanging.add(1)
 		<-ctx.Done()
-		n.most.Store(max(n.most.Load(), n.hanging.Load()))
-		n.hanging.Add(-1)
+		n.hanging.add(-1)
 		return nil, ctx.Err()
 	}
 	return n.status, nil
@@ -139,9 +152,9 @@ func TestSurvey(t *testing.T) {
 func TestSurveyOfHangingNodes(t *testing.T) {
 	nodes := []*surveyNode{{}, {hangStatus: true}, {hangStatus: true}, {hangStatus: true}, {hangShards: true}, {hangStatus: true}}
 	nodes[0].membersFail = true
-	var hanging, most atomic.Int64
+	hanging := &gauge{}
 	for _, n := range nodes {
-		n.hanging, n.most = &hanging, &most
+		n.hanging = hanging
 	}
 	const timeout = time.Second
 	a := surveyNodes(t, timeout, nodes...)
@@ -161,7 +174,9 @@ func TestSurveyOfHangingNodes(t *testing.T) {
 	require.Equal(t, uint64(2), s.Nodes[0].Replicas[0].GetTerm(), "asked again after the silence")
 	require.NoError(t, s.MembersErr, "the second that is asked says it")
 	require.Equal(t, uint64(5), s.Members[0].GetNode().GetNodeId())
-	require.Equal(t, int64(4), most.Load(), "all were waited for at the same time")
+	hanging.mu.Lock()
+	defer hanging.mu.Unlock()
+	require.Equal(t, 4, hanging.mu.most, "all were waited for at the same time")
 }
 
 // What makes a survey useless is an error, and not a verdict.
