@@ -50,9 +50,9 @@ type NodeSurvey struct {
 // Survey asks every node that can be found what it is, what replicas it has and whom it
 // hears; and the leader of group 0 for the members. All nodes are asked at the same time,
 // and each has Config.ConnectTimeout to answer: a node that is stopped, or hangs, costs
-// that once, however many there are. Where one was silent the others are asked again for
-// their replicas, so that these are no older than the silence. The leader of group 0 has
-// as long, and 2 s at least.
+// that once, however many there are. The leader of group 0 has as long, and 2 s at least.
+// Where a node was silent the others are asked again for their replicas in the end, so that
+// these are not older than the silence.
 //
 // A node that does not answer, and even that none does, is no error. Errors: ErrDenied
 // (the token is no operator's), ErrWrongCluster (the endpoints are of two clusters, or of
@@ -86,8 +86,8 @@ func (a *Admin) Survey(ctx context.Context) (Survey, error) {
 	if err := s.check(); err != nil {
 		return Survey{}, err
 	}
-	a.askAgain(ctx, &s)
 	a.askMembers(ctx, &s)
+	a.askAgain(ctx, &s)
 	s.At = time.Now()
 	return s, nil
 }

@@ -51,8 +51,9 @@ was seen, what was wanted and what to do. As seen from here, the cluster is
 
 Nodes that hang cost --connect-timeout once, however many they are; the whole takes at most three times
 that (of which the leader of group 0 has 2 s at least), and never more than --timeout. Who leads and is
-heard of is what nodes know: after a failure they find out within an election timeout. What gossip hears (kvd start --gossip-listen) is added as a hint. It reads and
-changes nothing. Wants an operator's token.
+heard of is what the nodes know: after a failure they find out within an election timeout. What gossip
+hears (kvd start --gossip-listen) is added as a hint. It reads no keys and changes nothing. Wants an
+operator's token.
 
 Exit code 0 where the verdict is healthy, 10 where it is degraded, 5 where it is unavailable; others as
 in kvctl --help. With -o json the fields are: verdict; cluster_id; nodes, nodes_answering,

@@ -3,6 +3,7 @@ package health
 import (
 	"errors"
 	"fmt"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -147,6 +148,8 @@ func TestJudge(t *testing.T) {
 			NodeId: of, State: state, SinceUnixMs: now.Add(-35 * time.Second).UnixMilli(), HeardUnixMs: now.Add(-50 * time.Second).UnixMilli(),
 		}}}
 	}
+	documented, err := os.ReadFile("../../docs/health.md")
+	require.NoError(t, err)
 	for _, c := range []struct {
 		name    string
 		change  func(s *scene)
@@ -159,7 +162,7 @@ func TestJudge(t *testing.T) {
 			s.kill(3)
 			s.lead(1, 3, 1, 2, 3)
 		}, Degraded, []want{
-			{Degraded, NodeSilent, []uint64{3}, nil, []string{"node 3 at 10.0.0.3:7400 does not answer (cannot be reached: connection refused)", "group 0 does not hear it either", "node 1 holds it for dead for 35s, and heard it last at 2023-11-14T23:12:30Z", "start it"}},
+			{Degraded, NodeSilent, []uint64{3}, nil, []string{"node 3 at 10.0.0.3:7400 does not answer (cannot be reached: connection refused)", "group 0 does not hear it either", "node 1 says: dead for 35s, last heard at 2023-11-14T23:12:30Z", "start it"}},
 			{Degraded, NoSpare, []uint64{3}, []uint32{0, 1, 3, 4}, []string{"node 1, has not heard lately of node 3 of its voters 1-3"}},
 			{Degraded, NoSpare, []uint64{3}, []uint32{2}, []string{"shard 2: no voter may fail", "node 2"}},
 		}},
@@ -172,7 +175,7 @@ func TestJudge(t *testing.T) {
 			{Unavailable, NoQuorum, []uint64{2, 3}, []uint32{2, 3}, []string{"shards 2, 3: there is no leader, as of its voters 1-3 not enough answer (node 1)"}},
 			{Degraded, NodeSilent, []uint64{2}, nil, []string{"node 2"}},
 			{Degraded, NodeSilent, []uint64{3}, nil, []string{"node 3"}},
-			{Degraded, NoQuorum, []uint64{2, 3}, []uint32{0}, []string{"group 0 (the cluster's own): ", "keys are read and written"}},
+			{Degraded, NoQuorum, []uint64{2, 3}, []uint32{0}, []string{"group 0 (the cluster's own): ", "while keys of shards with a leader are read and written"}},
 			{Degraded, MembersUnknown, nil, nil, []string{"members: no leader"}},
 		}},
 		{"nothing answers", func(s *scene) {
@@ -327,7 +330,7 @@ func TestJudge(t *testing.T) {
 		{"the leader of group 0 does not hear a node", func(s *scene) { s.member(2).Live = false }, Degraded,
 			[]want{{Degraded, NodeUnheard, []uint64{2}, nil, []string{"node 2 at 10.0.0.2:7400 answers here"}}}},
 		{"gossip doubts a node that answers", func(s *scene) { s.node(1).Gossip = gossip(2, kvdv1.LivenessState_LIVENESS_STATE_SUSPECT) }, Healthy,
-			[]want{{Info, GossipDoubts, []uint64{2}, nil, []string{"gossip at node 1 holds it for suspect for 35s"}}}},
+			[]want{{Info, GossipDoubts, []uint64{2}, nil, []string{"gossip at node 1 says: suspect for 35s"}}}},
 		{"versions change", func(s *scene) {
 			s.node(3).Status.Version, s.node(3).Status.StartedUnixMs = "1.1", now.Add(-time.Minute).UnixMilli()
 		}, Healthy, []want{{Info, Versions, nil, nil, []string{"1.0 at nodes 1, 2, 1.1 at node 3", "1m0s ago"}}}},
@@ -348,6 +351,7 @@ func TestJudge(t *testing.T) {
 			for i, w := range c.reasons {
 				got := r.Reasons[i]
 				require.Equal(t, []any{w.level, w.code, w.nodes, w.shards}, []any{got.Level, got.Code, got.Nodes, got.Shards}, texts[i])
+				require.Contains(t, string(documented), "`"+string(got.Code)+"`")
 				for _, word := range w.words {
 					require.Contains(t, got.Text, word)
 				}

@@ -79,7 +79,7 @@ func (j *judge) heardOtherwise(node uint64, m *kvdv1.MemberStatus) (text string)
 		text = "; the leader of group 0 does not hear it either"
 	}
 	if h, ok := j.hints[node]; ok && h.Observer != node {
-		text += fmt.Sprintf("; gossip at node %d holds it for %s", h.Observer, j.sayHint(h))
+		text += fmt.Sprintf("; gossip at node %d says: %s", h.Observer, j.sayHint(h))
 	}
 	return text
 }
@@ -90,7 +90,7 @@ func (j *judge) sayHint(h Hint) string {
 		text += " for " + length(j.s.At.Sub(h.Since))
 	}
 	if !h.Heard.IsZero() {
-		text += ", and heard it last at " + clockTime(h.Heard.UnixMilli())
+		text += ", last heard at " + clockTime(h.Heard.UnixMilli())
 	}
 	return text
 }
@@ -125,7 +125,7 @@ func (j *judge) answering(n client.NodeSurvey) {
 	}
 	if h, ok := j.hints[n.NodeID]; ok && h.Observer != n.NodeID && (h.State == kvdv1.LivenessState_LIVENESS_STATE_SUSPECT || h.State == kvdv1.LivenessState_LIVENESS_STATE_DEAD) {
 		j.add(Info, GossipDoubts, id, fmt.Sprintf(
-			"%s answers here, and gossip at node %d holds it for %s; gossip should hear it by UDP and TCP at its --gossip-listen, and is a hint only: let its packets through if this lasts", who, h.Observer, j.sayHint(h)))
+			"%s answers here, and gossip at node %d says: %s; gossip should hear it by UDP and TCP at its --gossip-listen, and is a hint only: let its packets through if this lasts", who, h.Observer, j.sayHint(h)))
 	}
 }
 

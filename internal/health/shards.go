@@ -51,7 +51,7 @@ func (j *judge) judgeShards() {
 // still read and written, and nothing about the cluster can be changed.
 func lost(number uint32) (level Verdict, means string) {
 	if number == 0 {
-		return Degraded, "until then nodes, namespaces and tokens can not be changed, while keys are read and written"
+		return Degraded, "until then nodes, namespaces and tokens can not be changed, while keys of shards with a leader are read and written"
 	}
 	return Unavailable, "until then its keys can not be written, and read only where that is asked for as stale"
 }
