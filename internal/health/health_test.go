@@ -310,6 +310,14 @@ func TestJudge(t *testing.T) {
 			m := s.member(3)
 			m.Node.State, m.Node.SinceUnixMs, m.Replicas, m.Leads = kvdv1.NodeState_NODE_STATE_DRAINING, start, 0, 0
 		}, Healthy, []want{{Info, NodeDraining, []uint64{3}, nil, []string{"safe to stop", "kvctl drain 3 --undo"}}}},
+		{"leaders were drained, replicas are to stay", func(s *scene) {
+			m := s.member(3)
+			m.Node.State, m.Node.SinceUnixMs, m.Node.LeadersOnly, m.Leads = kvdv1.NodeState_NODE_STATE_DRAINING, start, true, 0
+		}, Healthy, []want{{Info, NodeDraining, []uint64{3}, nil, []string{"safe to stop"}}}},
+		{"a node is stopped in the middle of its drain", func(s *scene) {
+			s.Nodes = append(s.Nodes, client.NodeSurvey{NodeID: 4, Address: "10.0.0.4:7400", Err: errors.New("refused")})
+			s.Members = append(s.Members, &kvdv1.MemberStatus{Node: &kvdv1.NodeRecord{NodeId: 4, State: kvdv1.NodeState_NODE_STATE_DRAINING}, Replicas: 1})
+		}, Degraded, []want{{Degraded, NodeSilent, []uint64{4}, nil, []string{"start it"}}}},
 		{"a node can not leave", func(s *scene) {
 			s.member(3).Node.State, s.member(3).Node.SinceUnixMs = kvdv1.NodeState_NODE_STATE_DECOMMISSIONED, start
 		}, Degraded, []want{{Degraded, NodeLeaving, []uint64{3}, nil, nil}}},

@@ -123,7 +123,7 @@ func (j *judge) answering(n client.NodeSurvey) {
 		j.add(Degraded, NodeUnheard, id, fmt.Sprintf(
 			"%s answers here, and the leader of group 0 does not hear it; nodes should have connections to each other: look at the network between them, and at whether its advertised address is right", who))
 	}
-	if h, ok := j.hints[n.NodeID]; ok && h.Observer != n.NodeID && (h.State == kvdv1.LivenessState_LIVENESS_STATE_SUSPECT || h.State == kvdv1.LivenessState_LIVENESS_STATE_DEAD) {
+	if h, ok := j.hints[n.NodeID]; ok && (h.State == kvdv1.LivenessState_LIVENESS_STATE_SUSPECT || h.State == kvdv1.LivenessState_LIVENESS_STATE_DEAD) {
 		j.add(Info, GossipDoubts, id, fmt.Sprintf(
 			"%s answers here, and gossip at node %d says: %s; gossip should hear it by UDP and TCP at its --gossip-listen, and is a hint only: let its packets through if this lasts", who, h.Observer, j.sayHint(h)))
 	}
