@@ -298,7 +298,8 @@ func (r *Runner) moves(ctx context.Context, e Event, f *history.Fault) error {
 	r.arrivals(voters)
 	var errs []error
 	moved, drained := 0, 0
-	for end := time.Now().Add(e.For); time.Now().Before(end) && ctx.Err() == nil; {
+	// Other faults can keep anything from moving for a while.
+	for began := time.Now(); ctx.Err() == nil && (time.Since(began) < e.For || moved == 0 && time.Since(began) < e.For+patience); {
 		n := r.Env.Node(e.Order[rng.IntN(len(e.Order))])
 		hold := time.Duration(300+rng.IntN(1700)) * time.Millisecond
 		if r.decide(ctx, n, worker.Drain{}, draining) == nil {
