@@ -256,14 +256,16 @@ func (r *Runner) churn(ctx context.Context, e Event, f *history.Fault) error {
 		return errors.Join(err, r.undo(ctx, n))
 	}
 	f.Detail += fmt.Sprintf("node %d (id %d) was drained in %.1f s; ", n.ID, n.Member(), took.Seconds())
+	f.Seen = true
 	pause(ctx, e.For)
 	if e.Mode == 0 || ctx.Err() != nil {
-		f.Seen = true
 		f.Detail += "set active again"
 		return r.undo(ctx, n)
 	}
-	err = r.replace(ctx, n, f)
-	f.Seen = err == nil
+	if err = r.replace(ctx, n, f); err != nil && ctx.Err() != nil {
+		f.Detail += "the run's end came before another was in its place"
+		return nil // Settle goes on
+	}
 	return err
 }
 
