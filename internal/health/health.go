@@ -126,8 +126,12 @@ func Judge(s client.Survey, l Limits) Report {
 	for _, m := range s.Members {
 		j.members[m.GetNode().GetNodeId()] = m
 	}
-	for i := range s.Nodes {
-		n := &s.Nodes[i]
+	j.s.Nodes = slices.Clone(s.Nodes)
+	for i := range j.s.Nodes {
+		n := &j.s.Nodes[i]
+		if n.NodeID == 0 { // it was given its id just now, and does not know it yet
+			n.NodeID = memberAt(s.Members, n.Address)
+		}
 		if n.NodeID != 0 {
 			j.nodes[n.NodeID] = n
 		}
@@ -142,6 +146,15 @@ func Judge(s client.Survey, l Limits) Report {
 	}
 	j.end()
 	return j.report
+}
+
+func memberAt(members []*kvdv1.MemberStatus, address string) uint64 {
+	for _, m := range members {
+		if r := m.GetNode(); r.GetAddress() == address && r.GetState() != kvdv1.NodeState_NODE_STATE_GONE {
+			return r.GetNodeId()
+		}
+	}
+	return 0
 }
 
 // add notes a reason.

@@ -234,7 +234,7 @@ func TestJudge(t *testing.T) {
 		{"fewer voters than there should be, for long", func(s *scene) {
 			s.leading(1).Voters = []uint64{1}
 			s.leading(1).Others = nil
-		}, Degraded, []want{{Degraded, TooFewVoters, nil, []uint32{1}, []string{"its voters are 1, and it should have 3", "rebalance --dry-run"}}}},
+		}, Degraded, []want{{Degraded, TooFewVoters, nil, []uint32{1}, []string{"its voters are on node 1, and it should have 3", "rebalance --dry-run"}}}},
 		{"fewer voters than there should be, just now", func(s *scene) {
 			r := s.leading(1)
 			r.Voters, r.Others, r.ConfigAgeMs = []uint64{1}, nil, minute
@@ -244,7 +244,7 @@ func TestJudge(t *testing.T) {
 				s.Nodes[i].Status.WantedReplication = 5
 			}
 			s.Placement = []string{"replication 5 wants 5 active nodes, and there are 3: add nodes"}
-		}, Healthy, []want{{Info, TooFewVoters, nil, nil, []string{"3 voters each", "are to have 5", "--join"}}, {Info, Placement, nil, nil, []string{"add nodes"}}}},
+		}, Healthy, []want{{Info, TooFewVoters, nil, nil, []string{"as many voters as the active nodes allow, 3, and 5 in the end", "--join"}}, {Info, Placement, nil, nil, []string{"add nodes"}}}},
 		{"replicas move", func(s *scene) {
 			r := s.leading(1)
 			r.Learners, r.ConfigAgeMs = []uint64{4}, minute
@@ -297,6 +297,13 @@ func TestJudge(t *testing.T) {
 		{"a node joins", func(s *scene) {
 			s.member(3).Node.State, s.member(3).Node.SinceUnixMs = kvdv1.NodeState_NODE_STATE_JOINING, now.Add(-time.Minute).UnixMilli()
 		}, Healthy, []want{{Info, NodeJoining, []uint64{3}, nil, []string{"node 3 is joining for 1m0s", "wait"}}}},
+		{"a node that is being let in does not know its id yet", func(s *scene) {
+			s.Nodes = append(s.Nodes, client.NodeSurvey{Address: "10.0.0.4:7400", Status: &kvdv1.StatusResponse{Version: "1.0"}, Starting: true, ReplicasErr: errors.New("starting")})
+			s.Members = append(s.Members, &kvdv1.MemberStatus{Node: &kvdv1.NodeRecord{NodeId: 4, Address: "10.0.0.4:7400", State: kvdv1.NodeState_NODE_STATE_JOINING}})
+		}, Healthy, []want{{Info, NodeJoining, []uint64{4}, nil, []string{"node 4 at 10.0.0.4:7400 runs, and has no part in the cluster yet"}}}},
+		{"a node that nobody knows yet", func(s *scene) {
+			s.Nodes = append(s.Nodes, client.NodeSurvey{Address: "10.0.0.4:7400", Status: &kvdv1.StatusResponse{Version: "1.0"}, Starting: true, ReplicasErr: errors.New("starting")})
+		}, Healthy, []want{{Info, NodeJoining, nil, nil, []string{"the node at 10.0.0.4:7400 runs"}}}},
 		{"a node joins for an hour", func(s *scene) {
 			s.member(3).Node.State, s.member(3).Node.SinceUnixMs = kvdv1.NodeState_NODE_STATE_JOINING, start
 		}, Degraded, []want{{Degraded, NodeJoining, []uint64{3}, nil, []string{"within 10m0s", "read its log"}}}},

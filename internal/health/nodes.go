@@ -26,7 +26,7 @@ func (j *judge) judgeNodes() {
 	}
 	for _, n := range j.s.Nodes {
 		switch {
-		case n.NodeID == 0 && j.report.Answering > 0:
+		case n.NodeID == 0 && n.Err != nil && j.report.Answering > 0:
 			j.add(Info, EndpointUnknown, nil, fmt.Sprintf(
 				"at %s nothing answers (%v), and no node of the cluster is known to be there; an endpoint should be the gRPC address of a node: correct --endpoints", n.Address, n.Err))
 			continue
@@ -106,7 +106,14 @@ func (j *judge) answering(n client.NodeSurvey) {
 	who := fmt.Sprintf("node %d at %s", n.NodeID, n.Address)
 	id := []uint64{n.NodeID}
 	st := n.Status
+	if n.NodeID == 0 {
+		who, id = "the node at "+n.Address, nil
+	}
+	state := j.members[n.NodeID].GetNode().GetState()
 	switch {
+	case n.ReplicasErr != nil && (n.NodeID == 0 || n.Starting && state == kvdv1.NodeState_NODE_STATE_JOINING):
+		j.add(Info, NodeJoining, id, fmt.Sprintf("%s runs, and has no part in the cluster yet; it has one once it was let in and holds what the cluster knows: wait, and read its log if this lasts", who))
+		return
 	case n.Starting || n.ReplicasErr == nil && st.GetShardCount() == 0 && len(st.GetShards()) == 0:
 		up := j.s.At.Sub(time.UnixMilli(st.GetStartedUnixMs()))
 		j.add(Degraded, NodeStarting, id, fmt.Sprintf(

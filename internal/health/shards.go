@@ -43,7 +43,7 @@ func (j *judge) judgeShards() {
 	j.tellLagging(behind)
 	if wanted > replication && replication > 0 {
 		j.add(Info, TooFewVoters, nil, fmt.Sprintf(
-			"shards have %d voters each, as many as the active nodes allow, and are to have %d: more nodes have to join for that (kvd start --join)", replication, wanted))
+			"each shard is to have as many voters as the active nodes allow, %d, and %d in the end: more nodes have to join for that (kvd start --join)", replication, wanted))
 	}
 }
 
@@ -162,7 +162,7 @@ func (j *judge) fewVoters(level Verdict, number uint32, best said, replication u
 	if level != Info {
 		do = fmt.Sprintf("this has been so for more than %s: kvctl rebalance --dry-run says what stands in the way", length(j.limits.MoveTime))
 	}
-	j.addShard(level, TooFewVoters, number, nil, fmt.Sprintf("its voters are %s, and it should have %d with the nodes that there are: %s", ranges(best.GetVoters()), replication, do))
+	j.addShard(level, TooFewVoters, number, nil, fmt.Sprintf("its voters are on %s, and it should have %d voters with the nodes that there are: %s", nameNodes(best.GetVoters()), replication, do))
 }
 
 func (j *judge) age(best said) time.Duration {
