@@ -17,6 +17,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"sort"
 	"strings"
 	"time"
@@ -24,6 +25,7 @@ import (
 
 func main() {
 	each := flag.Duration("time", 5*time.Second, "how long each fuzz function runs")
+	unguided := flag.String("unguided", "", "packages (./dir,...) to fuzz without guidance by coverage: their dependencies take minutes to instrument")
 	totals := flag.String("totals", "", "append \"fuzz PASSED FAILED\" to this file")
 	flag.Parse()
 	targets, err := find(".")
@@ -40,7 +42,7 @@ func main() {
 		os.Exit(1)
 	}
 	defer os.RemoveAll(bin)
-	passed, failed := runAll(targets, bin, *each)
+	passed, failed := runAll(targets, bin, *each, strings.Split(*unguided, ","))
 	fmt.Printf("fuzz: %d passed, %d failed\n", passed, failed)
 	if *totals != "" {
 		if err := appendTotals(*totals, passed, failed); err != nil {
@@ -56,14 +58,14 @@ func main() {
 
 // runAll builds each package once, into the folder bin, and runs its functions one
 // after the other.
-func runAll(targets []target, bin string, each time.Duration) (passed, failed int) {
+func runAll(targets []target, bin string, each time.Duration, unguided []string) (passed, failed int) {
 	var b binary
 	for _, t := range targets {
 		start := time.Now()
 		var out []byte
 		var err error
 		if b.dir != t.dir {
-			b, out, err = build(t.dir, filepath.Join(bin, "fuzz.test"))
+			b, out, err = build(t.dir, filepath.Join(bin, "fuzz.test"), !slices.Contains(unguided, t.dir))
 		}
 		if err == nil {
 			out, err = b.run(t.fn, each)
@@ -93,9 +95,9 @@ const attempts = 3
 // "go test -fuzz" for each function the linker would take most of the time.
 type binary struct{ dir, path, cache string }
 
-// build compiles the tests of the package in dir into the file path. What the go
-// command printed comes with the error.
-func build(dir, path string) (binary, []byte, error) {
+// build compiles the tests of the package in dir into the file path, with or without
+// what guides the fuzzer by coverage. What the go command printed comes with the error.
+func build(dir, path string, guided bool) (binary, []byte, error) {
 	out, err := exec.Command("go", "list", "-f", "{{.ImportPath}}", dir).Output()
 	if err != nil {
 		return binary{}, nil, fmt.Errorf("name of the package in %s: %w", dir, err)
@@ -106,7 +108,11 @@ func build(dir, path string) (binary, []byte, error) {
 	}
 	// Where "go test -fuzz" keeps what it found interesting, so both share it.
 	corpus := filepath.Join(strings.TrimSpace(string(cache)), "fuzz", strings.TrimSpace(string(out)))
-	out, err = exec.Command("go", "test", "-c", "-vet=off", "-fuzz=.", "-o", path, dir).CombinedOutput()
+	args := []string{"test", "-c", "-vet=off", "-o", path}
+	if guided {
+		args = append(args, "-fuzz=.")
+	}
+	out, err = exec.Command("go", append(args, dir)...).CombinedOutput()
 	if err != nil {
 		return binary{}, out, fmt.Errorf("build of %s: %w", dir, err)
 	}

@@ -37,7 +37,7 @@ func TestFindsAndRuns(t *testing.T) {
 	require.Equal(t, []target{{"./sub", "FuzzBad"}, {"./sub", "FuzzGood"}}, targets)
 
 	t.Chdir(dir)
-	b, out, err := build("./sub", filepath.Join(dir, "x.test"))
+	b, out, err := build("./sub", filepath.Join(dir, "x.test"), true)
 	require.NoError(t, err, string(out))
 	out, err = b.run("FuzzBad", time.Second)
 	require.Error(t, err)
@@ -48,11 +48,13 @@ func TestFindsAndRuns(t *testing.T) {
 	require.Contains(t, lastProgress(out), "execs: ")
 	require.NotEqual(t, "0 (0/sec)", lastProgress(out))
 
-	passed, failed := runAll(targets, t.TempDir(), time.Second)
-	require.Equal(t, []int{1, 1}, []int{passed, failed})
+	for _, unguided := range [][]string{nil, {"./sub"}} {
+		passed, failed := runAll(targets, t.TempDir(), time.Second, unguided)
+		require.Equal(t, []int{1, 1}, []int{passed, failed})
+	}
 
 	write("sub/c_test.go", "package m\n\nvar x int = \"\"\n")
-	_, out, err = build("./sub", filepath.Join(dir, "x.test"))
+	_, out, err = build("./sub", filepath.Join(dir, "x.test"), true)
 	require.ErrorContains(t, err, "build of ./sub")
 	require.Contains(t, string(out), "c_test.go:3")
 }
