@@ -85,15 +85,16 @@ var rules = map[string]rule{
 	kvdv1.Gossip_Contact_FullMethodName:  {need: needPeer},
 	kvdv1.Gossip_Liveness_FullMethodName: {need: needOperator},
 
-	kvdv1.Peer_Hello_FullMethodName:    {need: needPeer},
-	kvdv1.Peer_Adopt_FullMethodName:    {need: needPeer},
-	kvdv1.Peer_Activate_FullMethodName: {need: needPeer},
-	kvdv1.Peer_Raft_FullMethodName:     {need: needPeer},
-	kvdv1.Peer_Snapshot_FullMethodName: {need: needPeer},
-	kvdv1.Peer_Announce_FullMethodName: {need: needPeer},
-	kvdv1.Peer_Replica_FullMethodName:  {need: needPeer},
-	kvdv1.Peer_Load_FullMethodName:     {need: needPeer},
-	kvdv1.Peer_Join_FullMethodName:     {need: needJoiner},
+	kvdv1.Peer_Hello_FullMethodName:         {need: needPeer},
+	kvdv1.Peer_Adopt_FullMethodName:         {need: needPeer},
+	kvdv1.Peer_Activate_FullMethodName:      {need: needPeer},
+	kvdv1.Peer_Raft_FullMethodName:          {need: needPeer},
+	kvdv1.Peer_Snapshot_FullMethodName:      {need: needPeer},
+	kvdv1.Peer_Announce_FullMethodName:      {need: needPeer},
+	kvdv1.Peer_Replica_FullMethodName:       {need: needPeer},
+	kvdv1.Peer_Load_FullMethodName:          {need: needPeer},
+	kvdv1.Peer_Configuration_FullMethodName: {need: needPeer},
+	kvdv1.Peer_Join_FullMethodName:          {need: needJoiner},
 
 	healthpb.Health_Check_FullMethodName: {need: needNothing},
 	healthpb.Health_Watch_FullMethodName: {need: needNothing},
@@ -434,6 +435,9 @@ func (n *Node) guardUnary(ctx context.Context, req any, info *grpc.UnaryServerIn
 	}
 	if err := n.authorize(ctx, c, r, req); err != nil {
 		return nil, n.refused(ctx, info.FullMethod, err)
+	}
+	if err := n.checkAddressee(ctx); err != nil {
+		return nil, err
 	}
 	if r.need != needNothing { // health answers whatever the load
 		leave, err := n.load.enter(c, costOf(req))

@@ -209,15 +209,16 @@ var whoMay = map[string][]string{
 	kvdv1.Gossip_Contact_FullMethodName:  {whoNode, whoForwards},
 	kvdv1.Gossip_Liveness_FullMethodName: operators,
 
-	kvdv1.Peer_Hello_FullMethodName:    {whoNode, whoForwards},
-	kvdv1.Peer_Adopt_FullMethodName:    {whoNode, whoForwards},
-	kvdv1.Peer_Activate_FullMethodName: {whoNode, whoForwards},
-	kvdv1.Peer_Raft_FullMethodName:     {whoNode, whoForwards},
-	kvdv1.Peer_Snapshot_FullMethodName: {whoNode, whoForwards},
-	kvdv1.Peer_Announce_FullMethodName: {whoNode, whoForwards},
-	kvdv1.Peer_Replica_FullMethodName:  {whoNode, whoForwards},
-	kvdv1.Peer_Load_FullMethodName:     {whoNode, whoForwards},
-	kvdv1.Peer_Join_FullMethodName:     {whoNode, whoForwards},
+	kvdv1.Peer_Hello_FullMethodName:         {whoNode, whoForwards},
+	kvdv1.Peer_Adopt_FullMethodName:         {whoNode, whoForwards},
+	kvdv1.Peer_Activate_FullMethodName:      {whoNode, whoForwards},
+	kvdv1.Peer_Raft_FullMethodName:          {whoNode, whoForwards},
+	kvdv1.Peer_Snapshot_FullMethodName:      {whoNode, whoForwards},
+	kvdv1.Peer_Announce_FullMethodName:      {whoNode, whoForwards},
+	kvdv1.Peer_Replica_FullMethodName:       {whoNode, whoForwards},
+	kvdv1.Peer_Load_FullMethodName:          {whoNode, whoForwards},
+	kvdv1.Peer_Configuration_FullMethodName: {whoNode, whoForwards},
+	kvdv1.Peer_Join_FullMethodName:          {whoNode, whoForwards},
 
 	healthpb.Health_Check_FullMethodName: everyone,
 	healthpb.Health_Watch_FullMethodName: everyone,
@@ -382,6 +383,8 @@ func callMethod(ctx context.Context, conn *grpc.ClientConn, method string, names
 		_, err = nodes.Replica(ctx, &kvdv1.ReplicaRequest{})
 	case kvdv1.Peer_Load_FullMethodName:
 		_, err = nodes.Load(ctx, &kvdv1.LoadRequest{})
+	case kvdv1.Peer_Configuration_FullMethodName:
+		_, err = nodes.Configuration(ctx, &kvdv1.ConfigurationRequest{})
 	case kvdv1.Peer_Announce_FullMethodName:
 		_, err = nodes.Announce(ctx, &kvdv1.AnnounceRequest{})
 	case kvdv1.Cluster_ListNamespaces_FullMethodName:

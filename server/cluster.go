@@ -114,7 +114,7 @@ func (n *Node) metaLeaderConn(ctx context.Context, local func(context.Context) e
 		case st.Leading:
 			err = local(ctx)
 		case st.Leader != 0:
-			conn, cerr := n.peers.connTo(st.Leader)
+			conn, cerr := n.memberConn(st.Leader)
 			if cerr != nil {
 				return cerr
 			}

@@ -342,6 +342,8 @@ func (n *Node) allUnderstand(ctx context.Context) error {
 	for _, p := range n.others() {
 		r, err := n.hello(ctx, p)
 		switch {
+		case err == nil && !n.isMember(r.GetSelf(), p.NodeID):
+			return failJoinLater("node %d of cluster %q answers at %s, the address of node %d: whether the version of that one can be in a cluster that grows is not known: start it, at an address of its own", r.GetSelf().GetNodeId(), r.GetSelf().GetClusterId(), p.Address, p.NodeID)
 		case err != nil:
 			return failJoinLater("node %d at %s does not answer, and whether its version can be in a cluster that grows is not known: start it", p.NodeID, p.Address)
 		case r.GetProtocol() < protocol:

@@ -254,7 +254,8 @@ func (n *Node) replication(m *kvdv1.Manifest, able int) int {
 	return max(int(m.GetReplication()), min(int(wanted), max(int(oddAtMost(uint32(max(able, 1)))), most)))
 }
 
-// askLoads asks all nodes which replicas they have.
+// askLoads asks all nodes which replicas they have. Who answers at a member's address and
+// is not that member was not heard: its shards are not this cluster's.
 func (n *Node) askLoads(ctx context.Context, k *keeper) map[uint32]*shardFacts {
 	ctx, cancel := context.WithTimeout(ctx, loadWait)
 	defer cancel()
@@ -267,7 +268,8 @@ func (n *Node) askLoads(ctx context.Context, k *keeper) map[uint32]*shardFacts {
 			if err != nil {
 				return
 			}
-			if r, err := kvdv1.NewPeerClient(conn).Load(ctx, &kvdv1.LoadRequest{}); err == nil {
+			r, err := kvdv1.NewPeerClient(conn).Load(ctx, &kvdv1.LoadRequest{From: n.self(), ToIncarnation: n.recorded(p.NodeID)})
+			if err == nil && n.isMember(r.GetSelf(), p.NodeID) {
 				mu.Lock()
 				answers[p.NodeID] = r
 				mu.Unlock()
@@ -299,7 +301,10 @@ func (n *Node) askLoads(ctx context.Context, k *keeper) map[uint32]*shardFacts {
 }
 
 // Load implements kvdv1.PeerServer.
-func (n *Node) Load(context.Context, *kvdv1.LoadRequest) (*kvdv1.LoadResponse, error) {
+func (n *Node) Load(_ context.Context, req *kvdv1.LoadRequest) (*kvdv1.LoadResponse, error) {
+	if err := n.checkPeer(req.GetFrom(), req.GetToIncarnation()); err != nil {
+		return nil, err
+	}
 	if !n.ready.Load() {
 		return nil, errStarting
 	}
@@ -307,22 +312,23 @@ func (n *Node) Load(context.Context, *kvdv1.LoadRequest) (*kvdv1.LoadResponse, e
 }
 
 func (n *Node) loadHere() *kvdv1.LoadResponse {
-	r := &kvdv1.LoadResponse{}
+	r := &kvdv1.LoadResponse{Self: n.self()}
 	for _, sh := range n.localShards() {
-		st := sh.g.Status()
-		l := &kvdv1.ReplicaLoad{
-			Report: &kvdv1.ShardReport{
-				Shard: sh.number, ConfigId: st.ConfigID, Voters: st.Conf.GetVoters(),
-				VotersOutgoing: st.Conf.GetVotersOutgoing(), Learners: st.Conf.GetLearners(),
-			},
-			Leads: sh.servedTerm() != 0,
-		}
+		l := &kvdv1.ReplicaLoad{Report: reportOf(sh.number, sh.g.Status()), Leads: sh.servedTerm() != 0}
 		if meta, err := sh.eng.Meta(); err == nil {
 			l.Bytes = meta.Bytes
 		}
 		r.Replicas = append(r.Replicas, l)
 	}
 	return r
+}
+
+// reportOf a shard tells the configuration that its replica here has applied.
+func reportOf(number uint32, st raft.Status) *kvdv1.ShardReport {
+	return &kvdv1.ShardReport{
+		Shard: number, ConfigId: st.ConfigID, Voters: st.Conf.GetVoters(),
+		VotersOutgoing: st.Conf.GetVotersOutgoing(), Learners: st.Conf.GetLearners(),
+	}
 }
 
 // transferLeaders carries out what it can of the plan; the rest comes up again.
@@ -340,7 +346,7 @@ func (n *Node) transferLeaders(ctx context.Context, all []placement.Transfer, mo
 				_, _ = n.TransferLeader(ctx, req) // it comes up again
 				return
 			}
-			conn, err := n.peers.connTo(raft.NodeID(t.From))
+			conn, err := n.memberConn(raft.NodeID(t.From))
 			if err == nil {
 				_, _ = kvdv1.NewClusterClient(conn).TransferLeader(metadata.AppendToOutgoingContext(ctx, forwardedKey, "1"), req)
 			}

@@ -28,6 +28,8 @@ const (
 	// straySince is how long an empty replica that nobody wants is kept: its leader may be
 	// about to speak to it.
 	straySince = time.Minute
+	// leavePause is before the leader is asked once more whether a replica was left.
+	leavePause = time.Second
 )
 
 // moveStep is what is to be done next for one shard. At most one field is set, but for
@@ -120,7 +122,15 @@ func (n *Node) mover(ctx context.Context) {
 		for _, sh := range n.localShards() {
 			st := sh.g.Status()
 			if !st.Leading {
-				n.leaveIfLeft(sh, st)
+				if _, working := busy.Load(sh.number); !working && n.seemsLeft(sh, st) {
+					busy.Store(sh.number, nil)
+					wg.Go(func() {
+						defer busy.Delete(sh.number)
+						if !n.leaveIfLeft(ctx, sh) {
+							pause(ctx, leavePause)
+						}
+					})
+				}
 				continue
 			}
 			if n.planMoveOf(sh, st).none() {
@@ -242,26 +252,81 @@ func (n *Node) askReplica(ctx context.Context, sh *shard, st raft.Status, node u
 	})
 }
 
-// leaveIfLeft lets a replica go that its shard has left: a configuration was applied
-// elsewhere that is newer than the replica's own, or the same, and has no part for this
-// node, and nobody wishes one here.
-func (n *Node) leaveIfLeft(sh *shard, st raft.Status) {
+// seemsLeft tells whether the shard has left this replica, as far as group 0 knows: a
+// configuration was reported that is newer than the replica's own, or the same, and has no
+// part for this node, and nobody wishes one here.
+func (n *Node) seemsLeft(sh *shard, st raft.Status) bool {
 	at, me := n.shardMap.whereabouts(sh.number), n.id()
 	if holds(at, me) || slices.Contains(n.shardMap.wish(sh.number), me) || at.GetConfigId() < st.ConfigID {
-		return
+		return false
 	}
 	// An empty one may have been made a moment ago, for a wish that is not known here yet.
-	if st.ConfigID == 0 && n.cfg.Clock.Now().Sub(sh.made) < straySince {
-		return
-	}
+	return st.ConfigID != 0 || n.cfg.Clock.Now().Sub(sh.made) >= straySince
+}
+
+// leaveIfLeft lets a replica go that its shard has left, if the shard's present leader
+// says so too: what is deleted does not come back, and group 0 only repeats what it was
+// told. Where no leader answers the replica stays. It returns false where it does.
+func (n *Node) leaveIfLeft(ctx context.Context, sh *shard) bool {
+	at := n.askConfiguration(ctx, sh.number)
 	n.replicas.Lock()
 	defer n.replicas.Unlock()
-	if n.shard(sh.number) != sh {
-		return
+	st := sh.g.Status()
+	if n.shard(sh.number) != sh || at == nil || holds(at, n.id()) || at.GetConfigId() < st.ConfigID || !n.seemsLeft(sh, st) {
+		return false
 	}
 	if err := n.dropReplicaLocked(sh); err != nil && !errors.Is(err, raft.ErrClosed) {
 		n.fail(err)
 	}
+	return true
+}
+
+// askConfiguration asks all members which configuration a shard has; its leader knows. nil:
+// nobody did.
+func (n *Node) askConfiguration(ctx context.Context, number uint32) *kvdv1.ShardReport {
+	ctx, cancel := context.WithTimeout(ctx, moveStepWait)
+	defer cancel()
+	var wg sync.WaitGroup
+	var mu sync.Mutex
+	var newest *kvdv1.ShardReport
+	for _, p := range n.others() {
+		wg.Go(func() {
+			conn, err := n.peers.conn(p.Address)
+			if err != nil {
+				return
+			}
+			r, err := kvdv1.NewPeerClient(conn).Configuration(ctx, &kvdv1.ConfigurationRequest{From: n.self(), ToIncarnation: n.recorded(p.NodeID), Shard: number})
+			if err != nil || !n.isMember(r.GetSelf(), p.NodeID) || r.GetReport().GetShard() != number || len(r.GetReport().GetVoters()) == 0 {
+				return
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			if r.GetReport().GetConfigId() > newest.GetConfigId() {
+				newest = r.GetReport()
+			}
+		})
+	}
+	wg.Wait()
+	return newest
+}
+
+// Configuration implements kvdv1.PeerServer.
+func (n *Node) Configuration(ctx context.Context, req *kvdv1.ConfigurationRequest) (*kvdv1.ConfigurationResponse, error) {
+	if err := n.checkPeer(req.GetFrom(), req.GetToIncarnation()); err != nil {
+		return nil, err
+	}
+	if !n.ready.Load() {
+		return nil, errStarting
+	}
+	sh := n.shard(req.GetShard())
+	if sh == nil {
+		return nil, failNoReplica(req.GetShard())
+	}
+	// It leads still, and has applied what was committed.
+	if _, err := sh.g.ReadIndex(ctx); err != nil {
+		return nil, failRaft(err, sh.number, sh.g)
+	}
+	return &kvdv1.ConfigurationResponse{Self: n.self(), Report: reportOf(sh.number, sh.g.Status())}, nil
 }
 
 func (n *Node) wakeMover() {

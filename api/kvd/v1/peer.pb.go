@@ -1368,6 +1368,8 @@ func (x *ReplicaResponse) GetLastIndex() uint64 {
 
 type LoadRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
+	From          *Identity              `protobuf:"bytes,1,opt,name=from,proto3" json:"from,omitempty"`
+	ToIncarnation uint64                 `protobuf:"fixed64,2,opt,name=to_incarnation,json=toIncarnation,proto3" json:"to_incarnation,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1402,9 +1404,25 @@ func (*LoadRequest) Descriptor() ([]byte, []int) {
 	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{23}
 }
 
+func (x *LoadRequest) GetFrom() *Identity {
+	if x != nil {
+		return x.From
+	}
+	return nil
+}
+
+func (x *LoadRequest) GetToIncarnation() uint64 {
+	if x != nil {
+		return x.ToIncarnation
+	}
+	return 0
+}
+
 type LoadResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Replicas      []*ReplicaLoad         `protobuf:"bytes,1,rep,name=replicas,proto3" json:"replicas,omitempty"`
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	Replicas []*ReplicaLoad         `protobuf:"bytes,1,rep,name=replicas,proto3" json:"replicas,omitempty"`
+	// Who answers: at a member's address that may be a node of another cluster.
+	Self          *Identity `protobuf:"bytes,2,opt,name=self,proto3" json:"self,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1446,6 +1464,126 @@ func (x *LoadResponse) GetReplicas() []*ReplicaLoad {
 	return nil
 }
 
+func (x *LoadResponse) GetSelf() *Identity {
+	if x != nil {
+		return x.Self
+	}
+	return nil
+}
+
+type ConfigurationRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	From          *Identity              `protobuf:"bytes,1,opt,name=from,proto3" json:"from,omitempty"`
+	ToIncarnation uint64                 `protobuf:"fixed64,2,opt,name=to_incarnation,json=toIncarnation,proto3" json:"to_incarnation,omitempty"`
+	Shard         uint32                 `protobuf:"varint,3,opt,name=shard,proto3" json:"shard,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ConfigurationRequest) Reset() {
+	*x = ConfigurationRequest{}
+	mi := &file_kvd_v1_peer_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ConfigurationRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ConfigurationRequest) ProtoMessage() {}
+
+func (x *ConfigurationRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_peer_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ConfigurationRequest.ProtoReflect.Descriptor instead.
+func (*ConfigurationRequest) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *ConfigurationRequest) GetFrom() *Identity {
+	if x != nil {
+		return x.From
+	}
+	return nil
+}
+
+func (x *ConfigurationRequest) GetToIncarnation() uint64 {
+	if x != nil {
+		return x.ToIncarnation
+	}
+	return 0
+}
+
+func (x *ConfigurationRequest) GetShard() uint32 {
+	if x != nil {
+		return x.Shard
+	}
+	return 0
+}
+
+type ConfigurationResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Self  *Identity              `protobuf:"bytes,1,opt,name=self,proto3" json:"self,omitempty"`
+	// Committed, and the newest at some time after the request came.
+	Report        *ShardReport `protobuf:"bytes,2,opt,name=report,proto3" json:"report,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ConfigurationResponse) Reset() {
+	*x = ConfigurationResponse{}
+	mi := &file_kvd_v1_peer_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ConfigurationResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ConfigurationResponse) ProtoMessage() {}
+
+func (x *ConfigurationResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_peer_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ConfigurationResponse.ProtoReflect.Descriptor instead.
+func (*ConfigurationResponse) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *ConfigurationResponse) GetSelf() *Identity {
+	if x != nil {
+		return x.Self
+	}
+	return nil
+}
+
+func (x *ConfigurationResponse) GetReport() *ShardReport {
+	if x != nil {
+		return x.Report
+	}
+	return nil
+}
+
 type ReplicaLoad struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Report        *ShardReport           `protobuf:"bytes,1,opt,name=report,proto3" json:"report,omitempty"` // the configuration that the replica has applied
@@ -1457,7 +1595,7 @@ type ReplicaLoad struct {
 
 func (x *ReplicaLoad) Reset() {
 	*x = ReplicaLoad{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[25]
+	mi := &file_kvd_v1_peer_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1469,7 +1607,7 @@ func (x *ReplicaLoad) String() string {
 func (*ReplicaLoad) ProtoMessage() {}
 
 func (x *ReplicaLoad) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[25]
+	mi := &file_kvd_v1_peer_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1482,7 +1620,7 @@ func (x *ReplicaLoad) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReplicaLoad.ProtoReflect.Descriptor instead.
 func (*ReplicaLoad) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{25}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ReplicaLoad) GetReport() *ShardReport {
@@ -1603,14 +1741,24 @@ const file_kvd_v1_peer_proto_rawDesc = "" +
 	"\x06exists\x18\x01 \x01(\bR\x06exists\x12\x18\n" +
 	"\aapplied\x18\x02 \x01(\x04R\aapplied\x12\x1d\n" +
 	"\n" +
-	"last_index\x18\x03 \x01(\x04R\tlastIndex\"\r\n" +
-	"\vLoadRequest\"?\n" +
+	"last_index\x18\x03 \x01(\x04R\tlastIndex\"Z\n" +
+	"\vLoadRequest\x12$\n" +
+	"\x04from\x18\x01 \x01(\v2\x10.kvd.v1.IdentityR\x04from\x12%\n" +
+	"\x0eto_incarnation\x18\x02 \x01(\x06R\rtoIncarnation\"e\n" +
 	"\fLoadResponse\x12/\n" +
-	"\breplicas\x18\x01 \x03(\v2\x13.kvd.v1.ReplicaLoadR\breplicas\"f\n" +
+	"\breplicas\x18\x01 \x03(\v2\x13.kvd.v1.ReplicaLoadR\breplicas\x12$\n" +
+	"\x04self\x18\x02 \x01(\v2\x10.kvd.v1.IdentityR\x04self\"y\n" +
+	"\x14ConfigurationRequest\x12$\n" +
+	"\x04from\x18\x01 \x01(\v2\x10.kvd.v1.IdentityR\x04from\x12%\n" +
+	"\x0eto_incarnation\x18\x02 \x01(\x06R\rtoIncarnation\x12\x14\n" +
+	"\x05shard\x18\x03 \x01(\rR\x05shard\"j\n" +
+	"\x15ConfigurationResponse\x12$\n" +
+	"\x04self\x18\x01 \x01(\v2\x10.kvd.v1.IdentityR\x04self\x12+\n" +
+	"\x06report\x18\x02 \x01(\v2\x13.kvd.v1.ShardReportR\x06report\"f\n" +
 	"\vReplicaLoad\x12+\n" +
 	"\x06report\x18\x01 \x01(\v2\x13.kvd.v1.ShardReportR\x06report\x12\x14\n" +
 	"\x05leads\x18\x02 \x01(\bR\x05leads\x12\x14\n" +
-	"\x05bytes\x18\x03 \x01(\x04R\x05bytes2\xfa\x03\n" +
+	"\x05bytes\x18\x03 \x01(\x04R\x05bytes2\xc8\x04\n" +
 	"\x04Peer\x124\n" +
 	"\x05Hello\x12\x14.kvd.v1.HelloRequest\x1a\x15.kvd.v1.HelloResponse\x124\n" +
 	"\x05Adopt\x12\x14.kvd.v1.AdoptRequest\x1a\x15.kvd.v1.AdoptResponse\x12=\n" +
@@ -1620,7 +1768,8 @@ const file_kvd_v1_peer_proto_rawDesc = "" +
 	"\x04Join\x12\x13.kvd.v1.JoinRequest\x1a\x14.kvd.v1.JoinResponse\x12=\n" +
 	"\bAnnounce\x12\x17.kvd.v1.AnnounceRequest\x1a\x18.kvd.v1.AnnounceResponse\x12:\n" +
 	"\aReplica\x12\x16.kvd.v1.ReplicaRequest\x1a\x17.kvd.v1.ReplicaResponse\x121\n" +
-	"\x04Load\x12\x13.kvd.v1.LoadRequest\x1a\x14.kvd.v1.LoadResponseB(Z&github.com/kvd-io/kvd/api/kvd/v1;kvdv1b\x06proto3"
+	"\x04Load\x12\x13.kvd.v1.LoadRequest\x1a\x14.kvd.v1.LoadResponse\x12L\n" +
+	"\rConfiguration\x12\x1c.kvd.v1.ConfigurationRequest\x1a\x1d.kvd.v1.ConfigurationResponseB(Z&github.com/kvd-io/kvd/api/kvd/v1;kvdv1b\x06proto3"
 
 var (
 	file_kvd_v1_peer_proto_rawDescOnce sync.Once
@@ -1634,41 +1783,43 @@ func file_kvd_v1_peer_proto_rawDescGZIP() []byte {
 	return file_kvd_v1_peer_proto_rawDescData
 }
 
-var file_kvd_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
+var file_kvd_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
 var file_kvd_v1_peer_proto_goTypes = []any{
-	(*Identity)(nil),         // 0: kvd.v1.Identity
-	(*HelloRequest)(nil),     // 1: kvd.v1.HelloRequest
-	(*HelloResponse)(nil),    // 2: kvd.v1.HelloResponse
-	(*Manifest)(nil),         // 3: kvd.v1.Manifest
-	(*ManifestNode)(nil),     // 4: kvd.v1.ManifestNode
-	(*AdoptRequest)(nil),     // 5: kvd.v1.AdoptRequest
-	(*AdoptResponse)(nil),    // 6: kvd.v1.AdoptResponse
-	(*ActivateRequest)(nil),  // 7: kvd.v1.ActivateRequest
-	(*ActivateResponse)(nil), // 8: kvd.v1.ActivateResponse
-	(*RaftBatch)(nil),        // 9: kvd.v1.RaftBatch
-	(*GroupMessage)(nil),     // 10: kvd.v1.GroupMessage
-	(*RaftAck)(nil),          // 11: kvd.v1.RaftAck
-	(*SnapshotChunk)(nil),    // 12: kvd.v1.SnapshotChunk
-	(*SnapshotHeader)(nil),   // 13: kvd.v1.SnapshotHeader
-	(*SnapshotItem)(nil),     // 14: kvd.v1.SnapshotItem
-	(*SnapshotTrailer)(nil),  // 15: kvd.v1.SnapshotTrailer
-	(*SnapshotAck)(nil),      // 16: kvd.v1.SnapshotAck
-	(*JoinRequest)(nil),      // 17: kvd.v1.JoinRequest
-	(*JoinResponse)(nil),     // 18: kvd.v1.JoinResponse
-	(*AnnounceRequest)(nil),  // 19: kvd.v1.AnnounceRequest
-	(*AnnounceResponse)(nil), // 20: kvd.v1.AnnounceResponse
-	(*ReplicaRequest)(nil),   // 21: kvd.v1.ReplicaRequest
-	(*ReplicaResponse)(nil),  // 22: kvd.v1.ReplicaResponse
-	(*LoadRequest)(nil),      // 23: kvd.v1.LoadRequest
-	(*LoadResponse)(nil),     // 24: kvd.v1.LoadResponse
-	(*ReplicaLoad)(nil),      // 25: kvd.v1.ReplicaLoad
-	(*NodeRecord)(nil),       // 26: kvd.v1.NodeRecord
-	(*ShardReport)(nil),      // 27: kvd.v1.ShardReport
+	(*Identity)(nil),              // 0: kvd.v1.Identity
+	(*HelloRequest)(nil),          // 1: kvd.v1.HelloRequest
+	(*HelloResponse)(nil),         // 2: kvd.v1.HelloResponse
+	(*Manifest)(nil),              // 3: kvd.v1.Manifest
+	(*ManifestNode)(nil),          // 4: kvd.v1.ManifestNode
+	(*AdoptRequest)(nil),          // 5: kvd.v1.AdoptRequest
+	(*AdoptResponse)(nil),         // 6: kvd.v1.AdoptResponse
+	(*ActivateRequest)(nil),       // 7: kvd.v1.ActivateRequest
+	(*ActivateResponse)(nil),      // 8: kvd.v1.ActivateResponse
+	(*RaftBatch)(nil),             // 9: kvd.v1.RaftBatch
+	(*GroupMessage)(nil),          // 10: kvd.v1.GroupMessage
+	(*RaftAck)(nil),               // 11: kvd.v1.RaftAck
+	(*SnapshotChunk)(nil),         // 12: kvd.v1.SnapshotChunk
+	(*SnapshotHeader)(nil),        // 13: kvd.v1.SnapshotHeader
+	(*SnapshotItem)(nil),          // 14: kvd.v1.SnapshotItem
+	(*SnapshotTrailer)(nil),       // 15: kvd.v1.SnapshotTrailer
+	(*SnapshotAck)(nil),           // 16: kvd.v1.SnapshotAck
+	(*JoinRequest)(nil),           // 17: kvd.v1.JoinRequest
+	(*JoinResponse)(nil),          // 18: kvd.v1.JoinResponse
+	(*AnnounceRequest)(nil),       // 19: kvd.v1.AnnounceRequest
+	(*AnnounceResponse)(nil),      // 20: kvd.v1.AnnounceResponse
+	(*ReplicaRequest)(nil),        // 21: kvd.v1.ReplicaRequest
+	(*ReplicaResponse)(nil),       // 22: kvd.v1.ReplicaResponse
+	(*LoadRequest)(nil),           // 23: kvd.v1.LoadRequest
+	(*LoadResponse)(nil),          // 24: kvd.v1.LoadResponse
+	(*ConfigurationRequest)(nil),  // 25: kvd.v1.ConfigurationRequest
+	(*ConfigurationResponse)(nil), // 26: kvd.v1.ConfigurationResponse
+	(*ReplicaLoad)(nil),           // 27: kvd.v1.ReplicaLoad
+	(*NodeRecord)(nil),            // 28: kvd.v1.NodeRecord
+	(*ShardReport)(nil),           // 29: kvd.v1.ShardReport
 }
 var file_kvd_v1_peer_proto_depIdxs = []int32{
 	0,  // 0: kvd.v1.HelloRequest.from:type_name -> kvd.v1.Identity
 	0,  // 1: kvd.v1.HelloResponse.self:type_name -> kvd.v1.Identity
-	26, // 2: kvd.v1.HelloResponse.nodes:type_name -> kvd.v1.NodeRecord
+	28, // 2: kvd.v1.HelloResponse.nodes:type_name -> kvd.v1.NodeRecord
 	4,  // 3: kvd.v1.Manifest.nodes:type_name -> kvd.v1.ManifestNode
 	3,  // 4: kvd.v1.AdoptRequest.manifest:type_name -> kvd.v1.Manifest
 	0,  // 5: kvd.v1.RaftBatch.from:type_name -> kvd.v1.Identity
@@ -1677,36 +1828,43 @@ var file_kvd_v1_peer_proto_depIdxs = []int32{
 	14, // 8: kvd.v1.SnapshotChunk.items:type_name -> kvd.v1.SnapshotItem
 	15, // 9: kvd.v1.SnapshotChunk.trailer:type_name -> kvd.v1.SnapshotTrailer
 	0,  // 10: kvd.v1.SnapshotHeader.from:type_name -> kvd.v1.Identity
-	26, // 11: kvd.v1.JoinRequest.node:type_name -> kvd.v1.NodeRecord
+	28, // 11: kvd.v1.JoinRequest.node:type_name -> kvd.v1.NodeRecord
 	3,  // 12: kvd.v1.JoinResponse.manifest:type_name -> kvd.v1.Manifest
-	26, // 13: kvd.v1.JoinResponse.nodes:type_name -> kvd.v1.NodeRecord
-	26, // 14: kvd.v1.AnnounceRequest.node:type_name -> kvd.v1.NodeRecord
+	28, // 13: kvd.v1.JoinResponse.nodes:type_name -> kvd.v1.NodeRecord
+	28, // 14: kvd.v1.AnnounceRequest.node:type_name -> kvd.v1.NodeRecord
 	0,  // 15: kvd.v1.ReplicaRequest.from:type_name -> kvd.v1.Identity
-	25, // 16: kvd.v1.LoadResponse.replicas:type_name -> kvd.v1.ReplicaLoad
-	27, // 17: kvd.v1.ReplicaLoad.report:type_name -> kvd.v1.ShardReport
-	1,  // 18: kvd.v1.Peer.Hello:input_type -> kvd.v1.HelloRequest
-	5,  // 19: kvd.v1.Peer.Adopt:input_type -> kvd.v1.AdoptRequest
-	7,  // 20: kvd.v1.Peer.Activate:input_type -> kvd.v1.ActivateRequest
-	9,  // 21: kvd.v1.Peer.Raft:input_type -> kvd.v1.RaftBatch
-	12, // 22: kvd.v1.Peer.Snapshot:input_type -> kvd.v1.SnapshotChunk
-	17, // 23: kvd.v1.Peer.Join:input_type -> kvd.v1.JoinRequest
-	19, // 24: kvd.v1.Peer.Announce:input_type -> kvd.v1.AnnounceRequest
-	21, // 25: kvd.v1.Peer.Replica:input_type -> kvd.v1.ReplicaRequest
-	23, // 26: kvd.v1.Peer.Load:input_type -> kvd.v1.LoadRequest
-	2,  // 27: kvd.v1.Peer.Hello:output_type -> kvd.v1.HelloResponse
-	6,  // 28: kvd.v1.Peer.Adopt:output_type -> kvd.v1.AdoptResponse
-	8,  // 29: kvd.v1.Peer.Activate:output_type -> kvd.v1.ActivateResponse
-	11, // 30: kvd.v1.Peer.Raft:output_type -> kvd.v1.RaftAck
-	16, // 31: kvd.v1.Peer.Snapshot:output_type -> kvd.v1.SnapshotAck
-	18, // 32: kvd.v1.Peer.Join:output_type -> kvd.v1.JoinResponse
-	20, // 33: kvd.v1.Peer.Announce:output_type -> kvd.v1.AnnounceResponse
-	22, // 34: kvd.v1.Peer.Replica:output_type -> kvd.v1.ReplicaResponse
-	24, // 35: kvd.v1.Peer.Load:output_type -> kvd.v1.LoadResponse
-	27, // [27:36] is the sub-list for method output_type
-	18, // [18:27] is the sub-list for method input_type
-	18, // [18:18] is the sub-list for extension type_name
-	18, // [18:18] is the sub-list for extension extendee
-	0,  // [0:18] is the sub-list for field type_name
+	0,  // 16: kvd.v1.LoadRequest.from:type_name -> kvd.v1.Identity
+	27, // 17: kvd.v1.LoadResponse.replicas:type_name -> kvd.v1.ReplicaLoad
+	0,  // 18: kvd.v1.LoadResponse.self:type_name -> kvd.v1.Identity
+	0,  // 19: kvd.v1.ConfigurationRequest.from:type_name -> kvd.v1.Identity
+	0,  // 20: kvd.v1.ConfigurationResponse.self:type_name -> kvd.v1.Identity
+	29, // 21: kvd.v1.ConfigurationResponse.report:type_name -> kvd.v1.ShardReport
+	29, // 22: kvd.v1.ReplicaLoad.report:type_name -> kvd.v1.ShardReport
+	1,  // 23: kvd.v1.Peer.Hello:input_type -> kvd.v1.HelloRequest
+	5,  // 24: kvd.v1.Peer.Adopt:input_type -> kvd.v1.AdoptRequest
+	7,  // 25: kvd.v1.Peer.Activate:input_type -> kvd.v1.ActivateRequest
+	9,  // 26: kvd.v1.Peer.Raft:input_type -> kvd.v1.RaftBatch
+	12, // 27: kvd.v1.Peer.Snapshot:input_type -> kvd.v1.SnapshotChunk
+	17, // 28: kvd.v1.Peer.Join:input_type -> kvd.v1.JoinRequest
+	19, // 29: kvd.v1.Peer.Announce:input_type -> kvd.v1.AnnounceRequest
+	21, // 30: kvd.v1.Peer.Replica:input_type -> kvd.v1.ReplicaRequest
+	23, // 31: kvd.v1.Peer.Load:input_type -> kvd.v1.LoadRequest
+	25, // 32: kvd.v1.Peer.Configuration:input_type -> kvd.v1.ConfigurationRequest
+	2,  // 33: kvd.v1.Peer.Hello:output_type -> kvd.v1.HelloResponse
+	6,  // 34: kvd.v1.Peer.Adopt:output_type -> kvd.v1.AdoptResponse
+	8,  // 35: kvd.v1.Peer.Activate:output_type -> kvd.v1.ActivateResponse
+	11, // 36: kvd.v1.Peer.Raft:output_type -> kvd.v1.RaftAck
+	16, // 37: kvd.v1.Peer.Snapshot:output_type -> kvd.v1.SnapshotAck
+	18, // 38: kvd.v1.Peer.Join:output_type -> kvd.v1.JoinResponse
+	20, // 39: kvd.v1.Peer.Announce:output_type -> kvd.v1.AnnounceResponse
+	22, // 40: kvd.v1.Peer.Replica:output_type -> kvd.v1.ReplicaResponse
+	24, // 41: kvd.v1.Peer.Load:output_type -> kvd.v1.LoadResponse
+	26, // 42: kvd.v1.Peer.Configuration:output_type -> kvd.v1.ConfigurationResponse
+	33, // [33:43] is the sub-list for method output_type
+	23, // [23:33] is the sub-list for method input_type
+	23, // [23:23] is the sub-list for extension type_name
+	23, // [23:23] is the sub-list for extension extendee
+	0,  // [0:23] is the sub-list for field type_name
 }
 
 func init() { file_kvd_v1_peer_proto_init() }
@@ -1723,7 +1881,7 @@ func file_kvd_v1_peer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvd_v1_peer_proto_rawDesc), len(file_kvd_v1_peer_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   26,
+			NumMessages:   28,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

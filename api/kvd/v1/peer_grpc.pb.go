@@ -19,15 +19,16 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	Peer_Hello_FullMethodName    = "/kvd.v1.Peer/Hello"
-	Peer_Adopt_FullMethodName    = "/kvd.v1.Peer/Adopt"
-	Peer_Activate_FullMethodName = "/kvd.v1.Peer/Activate"
-	Peer_Raft_FullMethodName     = "/kvd.v1.Peer/Raft"
-	Peer_Snapshot_FullMethodName = "/kvd.v1.Peer/Snapshot"
-	Peer_Join_FullMethodName     = "/kvd.v1.Peer/Join"
-	Peer_Announce_FullMethodName = "/kvd.v1.Peer/Announce"
-	Peer_Replica_FullMethodName  = "/kvd.v1.Peer/Replica"
-	Peer_Load_FullMethodName     = "/kvd.v1.Peer/Load"
+	Peer_Hello_FullMethodName         = "/kvd.v1.Peer/Hello"
+	Peer_Adopt_FullMethodName         = "/kvd.v1.Peer/Adopt"
+	Peer_Activate_FullMethodName      = "/kvd.v1.Peer/Activate"
+	Peer_Raft_FullMethodName          = "/kvd.v1.Peer/Raft"
+	Peer_Snapshot_FullMethodName      = "/kvd.v1.Peer/Snapshot"
+	Peer_Join_FullMethodName          = "/kvd.v1.Peer/Join"
+	Peer_Announce_FullMethodName      = "/kvd.v1.Peer/Announce"
+	Peer_Replica_FullMethodName       = "/kvd.v1.Peer/Replica"
+	Peer_Load_FullMethodName          = "/kvd.v1.Peer/Load"
+	Peer_Configuration_FullMethodName = "/kvd.v1.Peer/Configuration"
 )
 
 // PeerClient is the client API for Peer service.
@@ -59,6 +60,9 @@ type PeerClient interface {
 	Replica(ctx context.Context, in *ReplicaRequest, opts ...grpc.CallOption) (*ReplicaResponse, error)
 	// Load tells which replicas a node has. The leader of group 0 asks all nodes.
 	Load(ctx context.Context, in *LoadRequest, opts ...grpc.CallOption) (*LoadResponse, error)
+	// Configuration tells where a shard's replicas are, as its present leader knows it; any
+	// other node refuses. Who has a replica asks before it deletes it.
+	Configuration(ctx context.Context, in *ConfigurationRequest, opts ...grpc.CallOption) (*ConfigurationResponse, error)
 }
 
 type peerClient struct {
@@ -165,6 +169,16 @@ func (c *peerClient) Load(ctx context.Context, in *LoadRequest, opts ...grpc.Cal
 	return out, nil
 }
 
+func (c *peerClient) Configuration(ctx context.Context, in *ConfigurationRequest, opts ...grpc.CallOption) (*ConfigurationResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ConfigurationResponse)
+	err := c.cc.Invoke(ctx, Peer_Configuration_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // PeerServer is the server API for Peer service.
 // All implementations must embed UnimplementedPeerServer
 // for forward compatibility.
@@ -194,6 +208,9 @@ type PeerServer interface {
 	Replica(context.Context, *ReplicaRequest) (*ReplicaResponse, error)
 	// Load tells which replicas a node has. The leader of group 0 asks all nodes.
 	Load(context.Context, *LoadRequest) (*LoadResponse, error)
+	// Configuration tells where a shard's replicas are, as its present leader knows it; any
+	// other node refuses. Who has a replica asks before it deletes it.
+	Configuration(context.Context, *ConfigurationRequest) (*ConfigurationResponse, error)
 	mustEmbedUnimplementedPeerServer()
 }
 
@@ -230,6 +247,9 @@ func (UnimplementedPeerServer) Replica(context.Context, *ReplicaRequest) (*Repli
 }
 func (UnimplementedPeerServer) Load(context.Context, *LoadRequest) (*LoadResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Load not implemented")
+}
+func (UnimplementedPeerServer) Configuration(context.Context, *ConfigurationRequest) (*ConfigurationResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Configuration not implemented")
 }
 func (UnimplementedPeerServer) mustEmbedUnimplementedPeerServer() {}
 func (UnimplementedPeerServer) testEmbeddedByValue()              {}
@@ -392,6 +412,24 @@ func _Peer_Load_Handler(srv interface{}, ctx context.Context, dec func(interface
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Peer_Configuration_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ConfigurationRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(PeerServer).Configuration(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Peer_Configuration_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(PeerServer).Configuration(ctx, req.(*ConfigurationRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // Peer_ServiceDesc is the grpc.ServiceDesc for Peer service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -426,6 +464,10 @@ var Peer_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Load",
 			Handler:    _Peer_Load_Handler,
+		},
+		{
+			MethodName: "Configuration",
+			Handler:    _Peer_Configuration_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{
