@@ -397,7 +397,11 @@ func (s *sim) repair() {
 func (s *sim) heal() {
 	s.rough, s.hasty, s.healing = false, false, true
 	s.settle()
-	s.repair()
+	if s.run.repair != nil {
+		s.run.repair(s)
+	} else {
+		s.repair()
+	}
 	todo := map[*actor]int{} // operations done
 	for tick := range healBound {
 		if len(s.res.Breach) > 0 {

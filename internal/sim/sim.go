@@ -34,6 +34,8 @@ type Options struct {
 	Steps int
 	// Trace gets a line for each step; nil: only the last ones are kept.
 	Trace io.Writer
+
+	repair func(*sim) // stands in for the end of all faults; nil: that
 }
 
 // Result of a run.
