@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"iter"
 	"log/slog"
 	"strings"
 	"sync"
@@ -267,8 +268,18 @@ func (s *server) fill(ctx context.Context, f Fill) (int, error) {
 	return int(done.Load()), nil
 }
 
+// store is what operations use of a client.
+type store interface {
+	Get(ctx context.Context, key []byte, opts ...client.ReadOption) (client.Value, error)
+	GetMany(ctx context.Context, keys [][]byte, opts ...client.ReadOption) []client.Result
+	List(ctx context.Context, prefix []byte, opts ...client.ListOption) iter.Seq2[client.Item, error]
+	Put(ctx context.Context, key, value []byte, opts ...client.WriteOption) (version uint64, err error)
+	Delete(ctx context.Context, key []byte, opts ...client.WriteOption) (version uint64, err error)
+	ShardOf(key []byte) uint32
+}
+
 // run runs one operation and writes into it what came out, and when.
-func run(ctx context.Context, c *client.Client, op *history.Op) {
+func run(ctx context.Context, c store, op *history.Op) {
 	op.Call = Now()
 	if op.Key != "" && op.Kind != history.List {
 		op.Shard = c.ShardOf([]byte(op.Key))
@@ -336,7 +347,7 @@ func readOption(op *history.Op) (client.ReadOption, error) {
 	return client.WithLevel(level), err
 }
 
-func get(ctx context.Context, c *client.Client, op *history.Op) error {
+func get(ctx context.Context, c store, op *history.Op) error {
 	o, err := readOption(op)
 	if err != nil {
 		return err
@@ -350,7 +361,7 @@ func get(ctx context.Context, c *client.Client, op *history.Op) error {
 	return nil
 }
 
-func many(ctx context.Context, c *client.Client, op *history.Op) {
+func many(ctx context.Context, c store, op *history.Op) {
 	keys := make([][]byte, len(op.Keys))
 	for i, k := range op.Keys {
 		keys[i] = []byte(k)
@@ -370,7 +381,7 @@ func many(ctx context.Context, c *client.Client, op *history.Op) {
 	}
 }
 
-func list(ctx context.Context, c *client.Client, op *history.Op) error {
+func list(ctx context.Context, c store, op *history.Op) error {
 	var opts []client.ListOption
 	if op.After != "" {
 		opts = append(opts, client.StartAfter([]byte(op.After)))
