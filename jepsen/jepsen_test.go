@@ -13,7 +13,9 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/kvd-io/kvd/jepsen/check"
+	"github.com/kvd-io/kvd/jepsen/env"
 	"github.com/kvd-io/kvd/jepsen/history"
+	"github.com/kvd-io/kvd/jepsen/nemesis"
 )
 
 // cleanup removes what tests share.
@@ -88,6 +90,10 @@ func TestVerdictsAndExitCodes(t *testing.T) {
 		"no fault": {func(h *history.Header, _ []*history.Op, _ *history.End) {
 			h.Schedule = []json.RawMessage{[]byte(`{"kind":"kill"}`)}
 		}, check.Broken, exitBroken, "no fault happened"},
+		"no fault, nor planned": {func(h *history.Header, _ []*history.Op, _ *history.End) { h.Nemesis = "all" }, check.Broken, exitBroken, "no fault happened"},
+		"left out is told": {func(h *history.Header, _ []*history.Op, _ *history.End) {
+			h.Nemesis, h.LeftOut = "kill,halves", []string{"halves"}
+		}, check.Broken, exitBroken, "nemesis kill,halves (without halves: left out here)"},
 	} {
 		line, err := judge(t, saved(t, c.change))
 		var v verdictError
@@ -109,6 +115,38 @@ func TestFaultsThatWereNotSeen(t *testing.T) {
 	require.Equal(t, []string{"no fault happened at all"}, neverSeen(h))
 }
 
+// A run that can have no fault of those asked for is not made; one that asks for none is.
+func TestRunsWithoutFaults(t *testing.T) {
+	for _, c := range []struct {
+		nemesis string
+		length  time.Duration
+		says    string // empty: no error
+		leftOut []string
+	}{
+		{"none", time.Second, "", nil},
+		{"kill", nemesis.RoomForOne, "", nil},
+		{"kill,halves,fail-sync", time.Minute, "", []string{"fail-sync", "halves"}},
+		{"kill", 2 * time.Second, "--time 2s: too short", nil},
+		{"halves,kill", 2 * time.Second, "too short", []string{"halves"}},
+		{"network", time.Minute, "--nemesis network: this place can have none", []string{"bridge", "client-leader", "flap", "halves", "isolate-leader", "one-way", "ring"}},
+	} {
+		for seed := range uint64(50) {
+			f := &flags{workload: "register", nemesis: c.nemesis, length: c.length, nodes: 3, seed: seed, programs: &binaries{}}
+			r, err := f.newRun(func(string, ...any) {})
+			require.NoError(t, err)
+			r.env = &env.Env{}
+			err = r.dropImpossible()
+			if c.says == "" {
+				require.NoError(t, err, c.nemesis)
+			} else {
+				require.ErrorContains(t, err, c.says)
+			}
+			require.Equal(t, c.leftOut, r.leftOut)
+			require.Equal(t, c.leftOut, r.header(false).LeftOut)
+		}
+	}
+}
+
 func TestGetsDuringStops(t *testing.T) {
 	h := &history.History{Faults: []history.Fault{{Kind: "stop", Seen: true, Start: 10, End: 20}, {Kind: "kill", Seen: true, Start: 30, End: 40}}}
 	for _, call := range []int64{5, 11, 15, 19, 31} {
@@ -121,7 +159,7 @@ func TestBadFlags(t *testing.T) {
 	for _, args := range [][]string{
 		{"--workload", "bank"}, {"--nemesis", "rain"}, {"--transport", "pigeon"}, {"--nodes", "4"}, {"--keys", "0"},
 		{"--time", "0s"}, {"--min-size", "1"}, {"--net", "moon"}, {"--rate", "-1"}, {"--judge", "/does/not/exist"},
-		{"--addresses", "10.0.0.1,10.0.0.2"}, {"--addresses", "10.0.0.1,10.0.0.2,10.0.0.3", "--net", "namespaces"},
+		{"--plan", "--time", "2s"}, {"--addresses", "10.0.0.1,10.0.0.2"}, {"--addresses", "10.0.0.1,10.0.0.2,10.0.0.3", "--net", "namespaces"},
 	} {
 		cmd := newCommand()
 		cmd.SetArgs(args)

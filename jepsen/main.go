@@ -241,7 +241,11 @@ func (f *flags) printPlan(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	for i, lane := range nemesis.Plan(f.seed, kinds, f.length, f.nodes) {
+	lanes, err := f.planned(kinds)
+	if err != nil {
+		return err
+	}
+	for i, lane := range lanes {
 		for _, e := range lane {
 			fmt.Fprintf(cmd.OutOrStdout(), "%s %6.1f s  %-14s for %4.1f s, node %d, leader %v, mode %d, order %v\n",
 				nemesis.LaneNames[i], e.At.Seconds(), e.Kind, e.For.Seconds(), e.Node, e.Leader, e.Mode, e.Order)

@@ -41,9 +41,12 @@ type run struct {
 	say   func(format string, args ...any)
 	dir   string // artifacts
 	data  string
-	kinds []string
+	kinds []string // of faults; those that this place can not have are in leftOut
 	lanes nemesis.Lanes
-	load  *workload.Workload
+
+	leftOut []string
+
+	load *workload.Workload
 
 	env     *env.Env
 	workers []*worker.Worker // of clients
@@ -127,7 +130,7 @@ func (r *run) prepare(ctx context.Context) error {
 	}
 	if len(f.addresses) > 0 && slices.ContainsFunc(r.kinds, nemesis.NeedsSpare) {
 		r.say("faults of membership left out: no address for a node that joins")
-		r.kinds = slices.DeleteFunc(r.kinds, nemesis.NeedsSpare)
+		r.leaveOut(nemesis.NeedsSpare)
 	}
 	cfg := env.Config{
 		Spare:  slices.ContainsFunc(r.kinds, nemesis.NeedsSpare),
@@ -150,7 +153,9 @@ func (r *run) prepare(ctx context.Context) error {
 	if r.env, err = env.New(cfg); err != nil {
 		return err
 	}
-	r.dropImpossible()
+	if err := r.dropImpossible(); err != nil {
+		return err
+	}
 	if r.rec, err = history.Create(filepath.Join(r.dir, "history.jsonl"), r.header(namespaces)); err != nil {
 		return err
 	}
@@ -175,10 +180,22 @@ func (r *run) makeDirs() error {
 	return err
 }
 
-// dropImpossible takes the faults out that this place can not have, and says so.
-func (r *run) dropImpossible() {
-	var kinds []string
-	for _, k := range r.kinds {
+// leaveOut takes kinds of faults out of the run, which the header and the verdict tell.
+func (r *run) leaveOut(which func(kind string) bool) {
+	r.kinds = slices.DeleteFunc(r.kinds, func(k string) bool {
+		if which(k) {
+			r.leftOut = append(r.leftOut, k)
+			return true
+		}
+		return false
+	})
+}
+
+// dropImpossible takes the faults out that this place can not have, says so, and plans the
+// others. That none is left, or none has room in the run, is an error: such a run would
+// show nothing of what was asked for.
+func (r *run) dropImpossible() error {
+	r.leaveOut(func(k string) bool {
 		switch {
 		case nemesis.NeedsNetwork(k) && !r.env.CanCut():
 			r.say("fault %s left out: no network of our own", k)
@@ -187,16 +204,31 @@ func (r *run) dropImpossible() {
 		case k == nemesis.OOM && r.env.NoCgroups != nil:
 			r.say("fault %s left out: %v", k, r.env.NoCgroups)
 		default:
-			kinds = append(kinds, k)
+			return false
 		}
+		return true
+	})
+	if len(r.kinds) == 0 && len(r.leftOut) > 0 {
+		return fmt.Errorf("--nemesis %s: this place can have none of these faults (see above): want others, or none", r.f.nemesis)
 	}
-	r.kinds = kinds
-	r.lanes = nemesis.Plan(r.f.seed, kinds, r.f.length, r.f.nodes)
+	var err error
+	r.lanes, err = r.f.planned(r.kinds)
+	return err
+}
+
+// planned are the faults that the seed means. That there are none, though kinds of them were
+// chosen, is an error.
+func (f *flags) planned(kinds []string) (nemesis.Lanes, error) {
+	lanes := nemesis.Plan(f.seed, kinds, f.length, f.nodes)
+	if len(kinds) > 0 && len(slices.Concat(lanes[:]...)) == 0 {
+		return lanes, fmt.Errorf("--time %v: too short for any fault of --nemesis %s: want at least %v, or --nemesis none", f.length, f.nemesis, nemesis.RoomForOne)
+	}
+	return lanes, nil
 }
 
 func (r *run) header(namespaces bool) history.Header {
 	f := r.f
-	h := history.Header{Workload: f.workload, Nemesis: f.nemesis, Seed: f.seed, Settings: map[string]string{
+	h := history.Header{Workload: f.workload, Nemesis: f.nemesis, LeftOut: r.leftOut, Seed: f.seed, Settings: map[string]string{
 		"transport": f.transport, "time": f.length.String(), "nodes": strconv.Itoa(f.nodes), "shards": strconv.Itoa(f.shards),
 		"concurrency": strconv.Itoa(f.concurrency), "rate": strconv.FormatFloat(f.rate, 'g', -1, 64), "keys": strconv.Itoa(f.keys),
 		"min-size": strconv.Itoa(f.minSize), "max-size": strconv.Itoa(f.maxSize), "op-timeout": f.opTimeout.String(), "arena": f.arena,

@@ -210,8 +210,12 @@ func (r *Report) Line(h *history.History) string {
 			missed[f.Kind] = true
 		}
 	}
+	nemesis := h.Header.Nemesis
+	if len(h.Header.LeftOut) > 0 {
+		nemesis += " (without " + strings.Join(h.Header.LeftOut, ", ") + ": left out here)"
+	}
 	line := fmt.Sprintf("%s workload %s, nemesis %s, seed %d: %d operations on %d keys, %d faults of %d kinds",
-		r.Verdict, h.Header.Workload, h.Header.Nemesis, h.Header.Seed, r.Operations, r.Keys, seen, len(kinds))
+		r.Verdict, h.Header.Workload, nemesis, h.Header.Seed, r.Operations, r.Keys, seen, len(kinds))
 	var never []string
 	for kind := range missed {
 		if !kinds[kind] {

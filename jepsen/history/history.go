@@ -88,6 +88,7 @@ type Op struct {
 type Header struct {
 	Workload string            `json:"workload"`
 	Nemesis  string            `json:"nemesis"`
+	LeftOut  []string          `json:"leftOut,omitempty"` // kinds of faults that Nemesis names and the place of the run can not have
 	Seed     uint64            `json:"seed"`
 	Settings map[string]string `json:"settings"`
 	Schedule []json.RawMessage `json:"schedule,omitempty"` // the faults that were planned

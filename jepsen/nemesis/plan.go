@@ -114,6 +114,9 @@ const (
 	lastFault  = time.Second // before the end
 )
 
+// RoomForOne is how long a run has to be for at least one fault, whatever its seed.
+const RoomForOne = firstFault + gapMax/2 + lastFault + time.Millisecond
+
 // Lanes are of processes (and their disks and clocks), of the network, and of membership.
 type Lanes [3][]Event
 
