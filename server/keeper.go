@@ -52,6 +52,7 @@ func (n *Node) keep(ctx context.Context) {
 		switch {
 		case !n.registry.written() || !n.host.Group(0).Status().Leading:
 			k.since = time.Time{}
+			n.lost.set(nil)
 			continue
 		case k.since.IsZero():
 			*k = keeper{since: now, heard: map[uint64]time.Time{}}
@@ -80,6 +81,7 @@ type shardFacts struct {
 // again soon.
 func (n *Node) keepOnce(ctx context.Context, k *keeper) (busy bool, err error) {
 	facts := n.askLoads(ctx, k)
+	n.lost.set(n.silentNodes(k))
 	if err := n.metaBarrier(ctx); err != nil {
 		return false, err
 	}

@@ -84,6 +84,7 @@ type Node struct {
 	deaf     chan struct{} // closed when peers' streams are to end
 	fatal    chan error    // capacity 1: what stopped the node
 
+	lost        lostNodes     // as keep sees it
 	stewardWake chan struct{} // capacity 1
 	moverWake   chan struct{} // capacity 1
 

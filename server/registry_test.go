@@ -175,7 +175,7 @@ func TestPlanMetaComesToRest(t *testing.T) {
 			steps := 0
 			for ; ; steps++ {
 				require.Less(t, steps, 50, "seed %d: no end", seed)
-				c := planMeta(nodes, conf, func(uint64) bool { return true })
+				c := planMeta(nodes, conf, healthy)
 				if c.none() {
 					break
 				}
@@ -211,15 +211,22 @@ func TestPlanMetaComesToRest(t *testing.T) {
 	}
 }
 
+func healthy(uint64) metaMember { return metaMember{live: true, caughtUp: true} }
+
+// ahead sees all nodes alive, and some that have caught up.
+func ahead(ids ...uint64) func(uint64) metaMember {
+	return func(id uint64) metaMember { return metaMember{live: true, caughtUp: slices.Contains(ids, id)} }
+}
+
 // Nobody gets a vote who has not what is committed, nor becomes active.
 func TestPlanMetaWaitsForLearners(t *testing.T) {
 	nodes := []*kvdv1.NodeRecord{{NodeId: 1, State: isActive}, {NodeId: 2, State: isJoining}, {NodeId: 3, State: isActive}}
 	conf := &raftpb.ConfState{Voters: []uint64{1}, Learners: []uint64{2, 3}}
-	require.True(t, planMeta(nodes, conf, func(uint64) bool { return false }).none())
-	require.Equal(t, uint64(2), planMeta(nodes, conf, func(id uint64) bool { return id == 2 }).active)
-	require.True(t, planMeta(nodes, conf, func(id uint64) bool { return id == 3 }).none(), "a second voter alone helps nobody")
+	require.True(t, planMeta(nodes, conf, ahead()).none())
+	require.Equal(t, uint64(2), planMeta(nodes, conf, ahead(2)).active)
+	require.True(t, planMeta(nodes, conf, ahead(3)).none(), "a second voter alone helps nobody")
 	nodes[1].State = isActive
-	require.Equal(t, []uint64{2, 3}, planMeta(nodes, conf, func(uint64) bool { return true }).promote)
+	require.Equal(t, []uint64{2, 3}, planMeta(nodes, conf, healthy).promote)
 	conf.VotersOutgoing = []uint64{1}
-	require.True(t, planMeta(nodes, conf, func(uint64) bool { return true }).none(), "one change at a time")
+	require.True(t, planMeta(nodes, conf, healthy).none(), "one change at a time")
 }

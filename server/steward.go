@@ -1,6 +1,7 @@
 package server
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"slices"
@@ -60,12 +61,26 @@ func (c metaChange) none() bool {
 	return c.learn == 0 && len(c.promote) == 0 && len(c.demote) == 0 && len(c.remove) == 0 && c.active == 0
 }
 
-// planMeta chooses the next step. caughtUp tells of a learner whether it has nearly all.
+// metaMember is what the leader of group 0 sees of a node.
+type metaMember struct {
+	live     bool // heard of in the group just now
+	caughtUp bool // live, and has nearly all
+	silent   bool // not heard of for longer than Config.ReplaceAfter
+}
+
+// planMeta chooses the next step. of tells of each node what is seen of it.
 //
 // Voters are the nodes that have a vote already, in the order of their ids, and then
 // others, up to maxMetaVoters and to an odd number: a second voter would only be one
 // more that must not fail. Nobody loses a vote for the sake of that order.
-func planMeta(nodes []*kvdv1.NodeRecord, conf *raftpb.ConfState, caughtUp func(uint64) bool) metaChange {
+//
+// Who is drained, or silent for too long, gives its vote to others. While it is without
+// harm one of them keeps its vote where the number would be even else: the others alone
+// are a quorum then too, and if one of them is lost for good there is one copy more.
+//
+// Those that are to vote have a quorum that is live, or nothing is changed: a change that
+// can not be finished would leave the group joint, and stuck.
+func planMeta(nodes []*kvdv1.NodeRecord, conf *raftpb.ConfState, of func(uint64) metaMember) metaChange {
 	voters, learners := conf.GetVoters(), conf.GetLearners()
 	if len(conf.GetVotersOutgoing()) > 0 {
 		return metaChange{} // the change before is not over
@@ -77,17 +92,19 @@ func planMeta(nodes []*kvdv1.NodeRecord, conf *raftpb.ConfState, caughtUp func(u
 		case r.GetState() == kvdv1.NodeState_NODE_STATE_GONE:
 		case !member(id):
 			return metaChange{learn: id}
-		case r.GetState() == kvdv1.NodeState_NODE_STATE_JOINING && caughtUp(id):
+		case r.GetState() == kvdv1.NodeState_NODE_STATE_JOINING && of(id).caughtUp:
 			return metaChange{active: id}
 		}
 	}
-	var keep, demote, remove, able []uint64
+	var keep, spare, demote, remove, able []uint64
 	for _, id := range voters {
-		switch findNode(nodes, id).GetState() {
-		case kvdv1.NodeState_NODE_STATE_GONE:
+		switch r := findNode(nodes, id); {
+		case r.GetState() == kvdv1.NodeState_NODE_STATE_GONE:
 			remove = append(remove, id)
-		case kvdv1.NodeState_NODE_STATE_DECOMMISSIONED:
+		case r.GetState() == kvdv1.NodeState_NODE_STATE_DECOMMISSIONED:
 			demote = append(demote, id)
+		case of(id).silent, r.GetState() == kvdv1.NodeState_NODE_STATE_DRAINING && !r.GetLeadersOnly():
+			spare = append(spare, id)
 		default:
 			keep = append(keep, id)
 		}
@@ -96,19 +113,41 @@ func planMeta(nodes []*kvdv1.NodeRecord, conf *raftpb.ConfState, caughtUp func(u
 		switch r := findNode(nodes, id); {
 		case r.GetState() == kvdv1.NodeState_NODE_STATE_GONE:
 			remove = append(remove, id)
-		case r.GetState() == kvdv1.NodeState_NODE_STATE_ACTIVE && caughtUp(id):
+		case r.GetState() == kvdv1.NodeState_NODE_STATE_ACTIVE && of(id).caughtUp && !of(id).silent:
 			able = append(able, id)
 		}
 	}
 	slices.Sort(able)
+	slices.SortStableFunc(spare, func(a, b uint64) int {
+		switch x, y := of(a).live, of(b).live; {
+		case x == y:
+			return cmp.Compare(a, b)
+		case x:
+			return -1
+		}
+		return 1
+	})
 	promote := able[:min(len(able), max(0, maxMetaVoters-len(keep)))]
-	if (len(keep)+len(promote))%2 == 0 && len(promote) > 0 {
+	then := len(keep) + len(promote)
+	switch {
+	case then == 0 && len(spare) > 0:
+		keep, spare = spare, nil // there is nobody else
+	case then%2 == 0 && len(spare) > 0 && (len(promote) == 0 || then == 2):
+		keep, spare = append(keep, spare[0]), spare[1:]
+	case then%2 == 0 && len(promote) > 0:
 		promote = promote[:len(promote)-1]
 	}
-	if len(keep)+len(promote) == 0 {
-		return metaChange{} // the last voter stays until there is another
+	next := slices.Concat(keep, promote)
+	live := 0
+	for _, id := range next {
+		if of(id).live {
+			live++
+		}
 	}
-	return metaChange{promote: promote, demote: demote, remove: remove}
+	if live < len(next)/2+1 {
+		return metaChange{} // also: the last voter stays until there is another
+	}
+	return metaChange{promote: promote, demote: slices.Concat(demote, spare), remove: remove}
 }
 
 // tendMeta takes steps until there is none to take, or one fails: then later.
@@ -128,16 +167,7 @@ func (n *Node) tendMeta(ctx context.Context) {
 }
 
 func (n *Node) tendMetaOnce(ctx context.Context, g *raft.Group) (more bool, err error) {
-	st := g.Status()
-	caughtUp := func(id uint64) bool {
-		for _, f := range st.Followers {
-			if uint64(f.Node) == id {
-				return f.Active && !f.Snapshot && f.Match > 0 && f.Match+caughtUpEntries >= st.Commit
-			}
-		}
-		return false
-	}
-	if planMeta(n.registry.nodes(), st.Conf, caughtUp).none() {
+	if planMeta(n.registry.nodes(), g.Status().Conf, n.metaMembers(g.Status())).none() {
 		return false, nil
 	}
 	// What is decided here rests on what this node has applied: it must be the leader
@@ -145,8 +175,8 @@ func (n *Node) tendMetaOnce(ctx context.Context, g *raft.Group) (more bool, err 
 	if err := n.metaBarrier(ctx); err != nil {
 		return false, err
 	}
-	st = g.Status()
-	c := planMeta(n.registry.nodes(), st.Conf, caughtUp)
+	st := g.Status()
+	c := planMeta(n.registry.nodes(), st.Conf, n.metaMembers(st))
 	change := &raftpb.ConfChangeV2{Transition: raftpb.ConfChangeTransitionAuto.Enum()}
 	add := func(kind raftpb.ConfChangeType, ids ...uint64) {
 		for _, id := range ids {
@@ -167,10 +197,15 @@ func (n *Node) tendMetaOnce(ctx context.Context, g *raft.Group) (more bool, err 
 	case slices.Contains(c.remove, n.id()) || slices.Contains(c.demote, n.id()):
 		// Who leads on is chosen before this one goes.
 		to := bestFollower(withoutFollowers(st, slices.Concat(c.remove, c.demote)))
-		if to == 0 {
+		switch {
+		case to != 0:
+			return false, g.TransferLeader(ctx, to)
+		case len(c.promote) == 0:
 			return false, nil
 		}
-		return false, g.TransferLeader(ctx, to)
+		// None of those that stay votes yet.
+		c.demote, c.remove = nil, nil
+		add(raftpb.ConfChangeAddNode, c.promote...)
 	default:
 		add(raftpb.ConfChangeAddNode, c.promote...)
 		add(raftpb.ConfChangeAddLearnerNode, c.demote...)
@@ -181,6 +216,19 @@ func (n *Node) tendMetaOnce(ctx context.Context, g *raft.Group) (more bool, err 
 	}
 	n.log.Info("the cluster's own group changed its members", "learns", c.learn, "votes now", c.promote, "votes no more", c.demote, "left", c.remove)
 	return true, nil
+}
+
+// metaMembers is what this node, if it leads group 0, sees of each node. Silent is who is
+// heard neither by the group nor by the keeper, which looks who it is that answers.
+func (n *Node) metaMembers(st raft.Status) func(uint64) metaMember {
+	return func(id uint64) metaMember {
+		if id == n.id() {
+			return metaMember{live: true, caughtUp: true}
+		}
+		i := slices.IndexFunc(st.Followers, func(f raft.FollowerProgress) bool { return uint64(f.Node) == id })
+		live := i >= 0 && st.Followers[i].Active
+		return metaMember{live: live, caughtUp: caughtUp(st, id), silent: !live && n.lost.has(id)}
+	}
 }
 
 // withoutFollowers leaves some out of a status.
