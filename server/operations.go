@@ -38,7 +38,7 @@ func (n *Node) membersHere(ctx context.Context) *kvdv1.MembersResponse {
 	facts := n.askLoads(ctx, &keeper{heard: map[uint64]time.Time{}})
 	for _, node := range n.registry.nodes() {
 		id := node.GetNodeId()
-		m := &kvdv1.MemberStatus{Node: proto.Clone(node).(*kvdv1.NodeRecord), Voter: slices.Contains(st.Conf.GetVoters(), id)}
+		m := &kvdv1.MemberStatus{Node: proto.Clone(node).(*kvdv1.NodeRecord), Voter: slices.Contains(st.Conf.GetVoters(), id) || slices.Contains(st.Conf.GetVotersOutgoing(), id)}
 		if addr, ok := n.peers.addressOf(raft.NodeID(id)); ok {
 			m.Node.Address = addr
 		}

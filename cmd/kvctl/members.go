@@ -191,6 +191,9 @@ func agree(cmd *cobra.Command, yes bool, question string) error {
 	return nil
 }
 
+// errNotSafe: what can be moved was moved, and the node must not stop all the same.
+var errNotSafe = errors.New("it is not safe")
+
 // leaving is how a node gives away what it has.
 type leaving struct {
 	s       *settings
@@ -217,6 +220,9 @@ func (l *leaving) awaitEmpty(ctx context.Context, cmd *cobra.Command, a *client.
 	most, said := -1, time.Time{}
 	for {
 		left, problem, err := l.look(ctx, a)
+		if errors.Is(err, errNotSafe) {
+			return err
+		}
 		if err == nil && left == 0 {
 			if bar != nil {
 				_ = bar.Finish()
@@ -266,8 +272,18 @@ func (l *leaving) look(ctx context.Context, a *client.Admin) (left int, problem 
 			left++ // the node itself
 		}
 	}
+	if lacks := quorumWithout(list, l.node); lacks != "" && l.end == 0 {
+		if l.leaders && left == 0 {
+			// It keeps its vote: nothing is to be waited for.
+			return 0, "", fmt.Errorf("%w: node %d leads nothing, but %w to stop: %s", client.ErrUnavailable, l.node, errNotSafe, lacks)
+		}
+		if !l.leaders {
+			left++ // its vote
+			problem = ": " + lacks
+		}
+	}
 	if r, err := a.Rebalance(call, true); err == nil && len(r.GetProblems()) > 0 {
-		problem = ": " + strings.Join(r.GetProblems(), "; ")
+		problem += ": " + strings.Join(r.GetProblems(), "; ")
 	}
 	return left, problem, nil
 }
@@ -279,7 +295,7 @@ func newDrain(s *settings) *cobra.Command {
 		Use:   "drain NODE",
 		Short: "Move leaders and replicas away from a node",
 		Long: `Has the leaders and then the replicas of NODE moved to others, and waits until it has none: then it is
-safe to stop. It stays a member, gets nothing new, and with --undo its share again. Where the other
+safe to stop, for the cluster's own group too. It stays a member, gets nothing new, and with --undo its share again. Where the other
 nodes are too few to hold all replicas this is refused; with --leaders-only replicas stay, which is
 what a restart needs. Clients notice nothing. Wants an operator's token.`,
 		Example: `  kvctl drain 3
