@@ -387,7 +387,11 @@ func (a *Admin) TransferLeader(ctx context.Context, shard uint32, toNode uint64)
 
 // admin uses the Client's connections.
 func (c *Client) admin() *Admin {
-	return newAdmin(c.cfg, c.pool, func() []string {
+	cfg := c.cfg
+	if k := c.cluster(); k != nil {
+		cfg.ClusterID = k.id // a stray endpoint is asked for nothing
+	}
+	return newAdmin(cfg, c.pool, func() []string {
 		var list []string
 		for _, n := range c.sortedNodes() {
 			list = append(list, n.addr())

@@ -35,6 +35,7 @@ type Client struct {
 	info     atomic.Pointer[cluster]          // set by the first session
 	convoy   convoy
 	asking   singleflight.Group // questions to nodes, one of a kind at a time
+	strays   sync.Map           // nodes of other clusters that were logged
 
 	mu struct {
 		sync.Mutex // guards changes of nodes
@@ -62,9 +63,13 @@ type cluster struct {
 const namespaceGrace = 300 * time.Millisecond
 
 // Dial opens a Client. It returns when one node has accepted a session; the other
-// nodes are reached in the background. Errors: ErrInvalid, ErrUnavailable (no
-// endpoint answered), ErrIncompatible (not kvd), ErrWrongCluster,
-// ErrUnknownNamespace, ErrDenied, ErrNoRDMA (with RequireRDMA).
+// nodes are reached in the background. All endpoints are asked which cluster they are of,
+// unless Config.ClusterID says it: a second one is refused. An endpoint that hangs is
+// waited for 100 ms, or twice as long as the first took, and if it then turns out to be
+// of another cluster, that is logged as an error and it is not used.
+// Errors: ErrInvalid, ErrUnavailable (no endpoint answered), ErrIncompatible (not kvd),
+// ErrWrongCluster (also: the endpoints are of several), ErrUnknownNamespace, ErrDenied,
+// ErrNoRDMA (with RequireRDMA).
 func Dial(ctx context.Context, cfg Config) (*Client, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, err
@@ -83,7 +88,11 @@ func Dial(ctx context.Context, cfg Config) (*Client, error) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, cfg.DialTimeout)
 	defer cancel()
+	ids := c.askIdentities()
 	err = c.dialFirst(ctx)
+	if differ := ids.decide(ctx, &cfg); differ != nil {
+		err = differ
+	}
 	if err == nil && cfg.RequireRDMA {
 		err = c.awaitRDMA(ctx)
 	}

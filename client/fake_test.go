@@ -2,6 +2,7 @@ package client
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"net"
@@ -27,6 +28,10 @@ import (
 type fakeCluster struct {
 	t      testing.TB
 	layout uint32 // version
+	// id of the cluster; "": fake.
+	id string
+	// held, when set, is what answers of Status wait for.
+	held   chan struct{}
 	seed   uint64
 	shards uint32
 	nodes  []*fakeNode // id is index + 1
@@ -97,6 +102,7 @@ type fakeOptions struct {
 	nodes, shards int
 	immutable     bool
 	twoSided      bool
+	id            string // of the cluster; "": fake
 	// layout of their memory; 0: the right one.
 	layout uint32
 	// targets serve every node's arena; none: plain bytes and the test's own
@@ -111,7 +117,7 @@ func newFakeCluster(t testing.TB, o fakeOptions) *fakeCluster {
 		o.layout = layout.Version
 	}
 	c := &fakeCluster{
-		t: t, layout: o.layout, seed: 0x5eed, transports: []string{"fake", "other"}, shards: uint32(o.shards), immutable: o.immutable, twoSided: o.twoSided,
+		t: t, layout: o.layout, id: o.id, seed: 0x5eed, transports: []string{"fake", "other"}, shards: uint32(o.shards), immutable: o.immutable, twoSided: o.twoSided,
 		leader: map[uint32]uint64{}, term: map[uint32]uint64{}, index: map[uint32]uint64{}, truth: map[string]fakeValue{},
 		writers: map[uint64]map[uint64]*kvdv1.WriteResponse{},
 	}
@@ -147,6 +153,8 @@ func newFakeCluster(t testing.TB, o fakeOptions) *fakeCluster {
 	}
 	return c
 }
+
+func (c *fakeCluster) name() string { return cmp.Or(c.id, "fake") }
 
 // words allocates n bytes at an address that is a multiple of 8.
 func words(n int) []byte {
@@ -426,11 +434,11 @@ func (n *fakeNode) OpenSession(req *kvdv1.OpenSessionRequest, stream grpc.Server
 	if req.GetNamespace() != "default" {
 		return failWith(codes.NotFound, &kvdv1.ErrorDetail{Reason: kvdv1.ErrorDetail_REASON_UNKNOWN_NAMESPACE})
 	}
-	if id := req.GetClusterId(); id != "" && id != "fake" {
+	if id := req.GetClusterId(); id != "" && id != n.c.name() {
 		return failWith(codes.FailedPrecondition, &kvdv1.ErrorDetail{Reason: kvdv1.ErrorDetail_REASON_WRONG_CLUSTER})
 	}
 	o := &kvdv1.SessionOpened{
-		SessionId: []byte("0123456789abcdef"), ClusterId: "fake", NodeId: n.id, BootId: n.boot, NamespaceId: 1,
+		SessionId: []byte("0123456789abcdef"), ClusterId: n.c.name(), NodeId: n.id, BootId: n.boot, NamespaceId: 1,
 		Immutable: n.c.immutable, OneSided: !n.c.twoSided, Shards: n.c.shards, HashSeed: n.c.seed, LayoutVersion: n.c.layout,
 		MaxKeyBytes: layout.MaxKeySize, MaxValueBytes: 1 << 20, HostId: "host", Transports: n.c.transports, Members: n.members(),
 	}
@@ -750,8 +758,15 @@ func (n *fakeNode) List(_ context.Context, req *kvdv1.ListRequest) (*kvdv1.ListR
 	return resp, nil
 }
 
-func (n *fakeNode) Status(context.Context, *kvdv1.StatusRequest) (*kvdv1.StatusResponse, error) {
-	return &kvdv1.StatusResponse{ClusterId: "fake", NodeId: n.id, BootId: n.boot, Address: n.addr, Members: n.members()}, nil
+func (n *fakeNode) Status(ctx context.Context, _ *kvdv1.StatusRequest) (*kvdv1.StatusResponse, error) {
+	if n.c.held != nil {
+		select {
+		case <-n.c.held:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+	return &kvdv1.StatusResponse{ClusterId: n.c.name(), NodeId: n.id, BootId: n.boot, Address: n.addr, Members: n.members()}, nil
 }
 
 func (n *fakeNode) CreateNamespace(_ context.Context, req *kvdv1.CreateNamespaceRequest) (*kvdv1.CreateNamespaceResponse, error) {

@@ -147,6 +147,9 @@ func (c *Client) openSession(ctx, life context.Context, addr string, want uint64
 	}
 	if err := c.adoptCluster(st.opened); err != nil {
 		st.stop()
+		if k := c.cluster(); k != nil && k.id != st.opened.GetClusterId() {
+			c.stray(addr, st.opened.GetClusterId())
+		}
 		return nil, fmt.Errorf("node at %s: %w", addr, err)
 	}
 	s := c.newSession(r, st)

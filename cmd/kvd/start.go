@@ -66,7 +66,7 @@ func (s *startSettings) define(fs *pflag.FlagSet) {
 	fs.StringVar(&s.ListenAddr, "listen", "127.0.0.1:7400", "host:port for gRPC")
 	fs.StringVar(&s.AdvertiseAddr, "advertise", "", "host:port under which others reach this node's gRPC (default: what it listens on)")
 	fs.StringSliceVar(&s.peers, "peers", nil, "all nodes with which a cluster begins, this one included, as ID=HOST:PORT,... (default: this node alone)")
-	fs.BoolVar(&s.Bootstrap, "bootstrap", false, "make a new cluster if the data directory is empty; on one node of a cluster only")
+	fs.BoolVar(&s.Bootstrap, "bootstrap", false, "make a new cluster if the data directory is empty; on one node of a cluster, for its very first start only")
 	fs.StringSliceVar(&s.Join, "join", nil, "members of a cluster, as HOST[:PORT],..., of which one is to let this node in; a name may stand for several. It may stay once the node has joined")
 	fs.StringVar(&s.Zone, "zone", "", "failure domain of this node; replicas of a shard are kept apart by zone, rack and host")
 	fs.StringVar(&s.Rack, "rack", "", "failure domain within the zone")
