@@ -210,7 +210,8 @@ func pause(ctx context.Context, d time.Duration) {
 }
 
 // hello asks a peer who it is. Where another answers, that is an error, and its answer is
-// returned too.
+// returned too. It is ErrRefused but where who answers has no id yet: it is about to get
+// one, and may be the peer that is looked for.
 func (n *Node) hello(ctx context.Context, p PeerConfig) (*kvdv1.HelloResponse, error) {
 	ctx, cancel := context.WithTimeout(ctx, helloTimeout)
 	defer cancel()
@@ -222,7 +223,11 @@ func (n *Node) hello(ctx context.Context, p PeerConfig) (*kvdv1.HelloResponse, e
 	if err != nil {
 		return nil, err
 	}
-	if got := r.GetSelf().GetNodeId(); got != p.NodeID {
+	switch got := r.GetSelf().GetNodeId(); got {
+	case p.NodeID:
+	case 0:
+		return r, fmt.Errorf("server: who answers at %s has no id yet: node %d is starting, or a new node is in its place", p.Address, p.NodeID)
+	default:
 		return r, fmt.Errorf("%w: %s was expected to be node %d and says that it is node %d: correct the peers", ErrRefused, p.Address, p.NodeID, got)
 	}
 	return r, nil
@@ -391,6 +396,9 @@ func (n *Node) checkPeersAgree(ctx context.Context, id *identity) error {
 func (n *Node) askPeers(ctx context.Context, id *identity) (heard string, sure bool, err error) {
 	heard, sure = n.twinAtHome(ctx, id)
 	for _, p := range n.others() {
+		if p.Address == n.advertise {
+			continue // whoever was there, it is this node now
+		}
 		r, err := n.hello(ctx, p)
 		if self := r.GetSelf(); errors.Is(err, ErrRefused) {
 			if !n.mayBeThere(id, r) {
@@ -424,13 +432,9 @@ func (n *Node) askPeers(ctx context.Context, id *identity) (heard string, sure b
 
 // mayBeThere tells whether another node than the one that is looked for may answer at its
 // address. Where nodes come and go, one takes the place of one that has left, and what this
-// node knows of them may be behind; one that waits to be let in has no id yet, though
-// others may know which it will be. A mistake in the configuration it is where the
+// node knows of them may be behind. A mistake in the configuration it is where the
 // manifest alone says who there is.
 func (n *Node) mayBeThere(id *identity, r *kvdv1.HelloResponse) bool {
-	if r.GetSelf().GetNodeId() == 0 {
-		return true
-	}
 	return r.GetSelf().GetClusterId() == id.manifest.GetClusterId() && r.GetNodesIndex() > 0
 }
 

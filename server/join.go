@@ -296,6 +296,9 @@ func (n *Node) joinHere(ctx context.Context, req *kvdv1.JoinRequest) (*kvdv1.Joi
 	if err := n.reachesJoiner(ctx, req); err != nil {
 		return nil, err
 	}
+	if err := n.checkPlaceFree(req.GetNode()); err != nil {
+		return nil, err
+	}
 	if err := n.beginRegistry(ctx); err != nil {
 		return nil, err
 	}
@@ -326,6 +329,22 @@ func (n *Node) reachesJoiner(ctx context.Context, req *kvdv1.JoinRequest) error 
 	}
 	if r.GetSelf().GetBootId() != req.GetBootId() {
 		return fail(kvdv1.ErrorDetail_REASON_INVALID_ARGUMENT, "another node answers at %s, the address that the new one gives (node %d of cluster %q): give it an address of its own (advertise)", addr, r.GetSelf().GetNodeId(), r.GetSelf().GetClusterId())
+	}
+	return nil
+}
+
+// checkPlaceFree refuses a new node at the address of one that has not left: the others
+// would go on to look for that one there.
+func (n *Node) checkPlaceFree(joiner *kvdv1.NodeRecord) error {
+	for _, r := range n.registry.nodes() {
+		if r.GetAddress() != joiner.GetAddress() || r.GetState() == kvdv1.NodeState_NODE_STATE_GONE || r.GetIncarnation() == joiner.GetIncarnation() {
+			continue
+		}
+		id, first := r.GetNodeId(), ""
+		if r.GetState() != kvdv1.NodeState_NODE_STATE_DECOMMISSIONED {
+			first = fmt.Sprintf("kvctl decommission %d (if too few nodes would be left, let another join first, at an address of its own), ", id)
+		}
+		return fail(kvdv1.ErrorDetail_REASON_INVALID_ARGUMENT, "%s is the address of node %d, which is %s. If that node lost its directory: %swait until kvctl members says that it is gone, and start this one again. If not, give this one an address of its own (advertise)", r.GetAddress(), id, stateName(r.GetState()), first)
 	}
 	return nil
 }

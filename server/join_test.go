@@ -277,19 +277,92 @@ func TestStartWhereAnotherAnswers(t *testing.T) {
 	}()
 	eventually(t, "another answers", func() bool {
 		r, err := c.nodes[0].hello(testContext(t), PeerConfig{NodeID: 2, Address: c.cfgs[by].ListenAddr})
-		return errors.Is(err, ErrRefused) && r.GetSelf().GetNodeId() == 0
+		return err != nil && !errors.Is(err, ErrRefused) && r != nil && r.GetSelf().GetNodeId() == 0
 	})
 	c.stopNode(0)
 	require.NoError(t, c.start(0), "nobody has an id there")
 	cancel()
 	require.Error(t, <-ended)
 
-	c.cfgs[anew].Join = []string{c.nodes[0].Address()}
+	// One that is of the cluster moves there.
+	lost := c.cfgs[by].ListenAddr
+	c.cfgs[anew].ListenAddr, c.cfgs[anew].Join = freeAddrs(t, 1)[0], []string{c.nodes[0].Address()}
 	require.NoError(t, c.start(anew))
 	require.Equal(t, uint64(3), c.nodes[anew].id())
+	c.stopNode(anew)
+	c.cfgs[anew].ListenAddr = lost
+	require.NoError(t, c.start(anew))
 	c.stopNode(0)
 	require.NoError(t, c.start(0), "node 3 answers in the place of node 2")
 	eventually(t, "it is active", func() bool { return c.members(0).GetMembers()[2].GetNode().GetState() == isActive })
+}
+
+// Nodes that are started together all come in, whoever finds whom half started.
+func TestNodesJoinTogether(t *testing.T) {
+	for range 3 {
+		c := startAlone(t, 1)
+		errs := make(chan error)
+		for range 4 {
+			c.grow(c.nodes[0].Address())
+		}
+		for i := 1; i < len(c.cfgs); i++ {
+			go func() { errs <- c.start(i) }()
+		}
+		for range len(c.cfgs) - 1 {
+			require.NoError(t, <-errs)
+		}
+		require.Len(t, c.members(0).GetMembers(), len(c.cfgs))
+		c.stop()
+	}
+}
+
+// Who has no id yet is no mistake in the configuration; who has another is one.
+func TestHelloOfAnother(t *testing.T) {
+	c := startAlone(t, 1)
+	by := c.grow(freeAddrs(t, 1)[0]) // there is nobody
+	c.cfgs[by].ListenAddr = freeAddrs(t, 1)[0]
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() {
+		_, err := Start(ctx, c.cfgs[by])
+		ended <- err
+	}()
+	starting := PeerConfig{NodeID: 3, Address: c.cfgs[by].ListenAddr}
+	eventually(t, "it answers", func() bool {
+		r, err := c.nodes[0].hello(testContext(t), starting)
+		require.Error(t, err)
+		require.NotErrorIs(t, err, ErrRefused)
+		return r != nil
+	})
+	_, err := c.nodes[0].hello(testContext(t), PeerConfig{NodeID: 3, Address: c.nodes[0].Address()})
+	require.ErrorIs(t, err, ErrRefused)
+	require.ErrorContains(t, err, "says that it is node 1")
+	cancel()
+	require.Error(t, <-ended)
+}
+
+// A new node at the address of a lost one is told what to do before it has an id, and
+// comes in when that was done.
+func TestJoinAtAddressOfLostNode(t *testing.T) {
+	c := startAlone(t, 1)
+	by := c.grow(c.nodes[0].Address())
+	require.NoError(t, c.start(by))
+	eventually(t, "it is active", func() bool { return c.members(0).GetMembers()[1].GetNode().GetState() == isActive })
+	c.stopNode(by)
+	anew := c.grow(c.nodes[0].Address())
+	c.cfgs[anew].ListenAddr = c.cfgs[by].ListenAddr
+	for range 2 {
+		err := c.start(anew)
+		require.ErrorIs(t, err, ErrRefused)
+		require.ErrorContains(t, err, "kvctl decommission 2")
+	}
+	require.Len(t, c.members(0).GetMembers(), 2, "no id was spent")
+	for _, to := range []kvdv1.NodeState{isDecommissioned, isGone} {
+		_, err := c.nodes[0].proposeNode(testContext(t), moveOp(2, to))
+		require.NoError(t, err)
+	}
+	require.NoError(t, c.start(anew))
+	require.Equal(t, uint64(3), c.nodes[anew].id())
 }
 
 // A node that has left is refused by everyone, at its start and in every stream.

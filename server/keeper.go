@@ -31,8 +31,10 @@ const (
 type keeper struct {
 	since time.Time            // when this node began to keep; zero: it does not
 	heard map[uint64]time.Time // last answers
-	next  time.Time
-	told  []string // problems, as last logged
+	// answered are those that did when they were asked last.
+	answered map[uint64]bool
+	next     time.Time
+	told     []string // problems, as last logged
 	// leadersOnly are nodes that are drained of leaders alone.
 	leadersOnly map[uint64]bool
 }
@@ -53,6 +55,7 @@ func (n *Node) keep(ctx context.Context) {
 		case !n.registry.written() || !n.host.Group(0).Status().Leading:
 			k.since = time.Time{}
 			n.lost.set(nil)
+			n.heard.Store(nil)
 			continue
 		case k.since.IsZero():
 			*k = keeper{since: now, heard: map[uint64]time.Time{}}
@@ -60,6 +63,7 @@ func (n *Node) keep(ctx context.Context) {
 			continue
 		}
 		busy, err := n.keepOnce(ctx, k)
+		n.heard.Store(&keeper{since: k.since, heard: maps.Clone(k.heard)})
 		if err != nil && ctx.Err() == nil {
 			n.log.Debug("where replicas belong could not be looked at", "err", err)
 		}
@@ -67,6 +71,14 @@ func (n *Node) keep(ctx context.Context) {
 			k.next = now.Add(keepRest)
 		}
 	}
+}
+
+// keeperNow is a keeper that knows what the running one heard. It is the caller's.
+func (n *Node) keeperNow() *keeper {
+	if k := n.heard.Load(); k != nil {
+		return &keeper{since: k.since, heard: maps.Clone(k.heard)}
+	}
+	return &keeper{since: n.cfg.Clock.Now(), heard: map[uint64]time.Time{}}
 }
 
 // shardFacts is what was found out of one shard.
@@ -143,15 +155,18 @@ func (n *Node) letGo(ctx context.Context, facts map[uint32]*shardFacts) error {
 	return nil
 }
 
-// planNow is what to do next. Of shards that are moving only those get another wish
+// planNow is what to do next. Nothing goes to a node that did not answer just now. Of shards that are moving only those get another wish
 // whose old one can not, or must not, come true.
 func (n *Node) planNow(k *keeper, facts map[uint32]*shardFacts) (placement.Result, map[uint32]bool) {
 	cluster, moving := n.clusterNow(k, facts)
 	room := maxMoves - len(moving)
-	plan := placement.Plan(cluster, placement.Limits{Moves: maxMoves, MovesPerNode: maxMovesPerNode, Transfers: maxTransfers})
+	limits := placement.Limits{Moves: maxMoves, MovesPerNode: maxMovesPerNode, Transfers: maxTransfers}
+	plan := placement.Plan(cluster, limits)
 	var moves []placement.Move
 	for _, m := range plan.Moves {
 		switch {
+		case m.Add != 0 && !k.answered[m.Add]:
+			continue // it may be back, or be dead soon
 		case m.Kind == placement.Drain && k.leadersOnly[m.Remove]:
 			continue
 		case moving[m.Shard] && m.Kind != placement.Repair && m.Kind != placement.Drain:
@@ -165,6 +180,15 @@ func (n *Node) planNow(k *keeper, facts map[uint32]*shardFacts) (placement.Resul
 		moves = append(moves, m)
 	}
 	plan.Moves = moves
+	if silent := func(t placement.Transfer) bool { return !k.answered[t.To] }; slices.ContainsFunc(plan.Transfers, silent) {
+		// Leaders find others at once; replicas wait until a node is given up.
+		for i := range cluster.Nodes {
+			if !k.answered[cluster.Nodes[i].ID] {
+				cluster.Nodes[i].State = placement.Dead
+			}
+		}
+		plan.Transfers = slices.DeleteFunc(placement.Plan(cluster, limits).Transfers, silent)
+	}
 	return plan, moving
 }
 
@@ -280,8 +304,9 @@ func (n *Node) askLoads(ctx context.Context, k *keeper) map[uint32]*shardFacts {
 	}
 	wg.Wait()
 	facts := map[uint32]*shardFacts{}
+	k.answered = map[uint64]bool{}
 	for id, r := range answers {
-		k.heard[id] = n.cfg.Clock.Now()
+		k.heard[id], k.answered[id] = n.cfg.Clock.Now(), true
 		for _, l := range r.GetReplicas() {
 			number := l.GetReport().GetShard()
 			f := facts[number]

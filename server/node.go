@@ -61,6 +61,7 @@ type Node struct {
 	meta       *machine
 	shards     atomic.Pointer[map[uint32]*shard] // replaced, never changed
 	replicas   replicas
+	heard      atomic.Pointer[keeper] // what keep heard, while it keeps; never changed
 	sessions   *sessions
 	auth       auth
 	tokens     *tokens

@@ -125,6 +125,10 @@ func (n *Node) moveNode(ctx context.Context, to *kvdv1.NodeMove, what string) er
 		if why := whyNoMove(have, to); why != "" {
 			return refuse("%s", why)
 		}
+		// Who joins becomes active when it has caught up, and not because someone says so.
+		if have.GetState() == kvdv1.NodeState_NODE_STATE_JOINING && to.GetTo() == kvdv1.NodeState_NODE_STATE_ACTIVE {
+			return refuse("node %d is joining and was not drained: it is active when it has caught up. If it is lost, decommission it", to.GetNodeId())
+		}
 	}
 	if to.GetTo() != kvdv1.NodeState_NODE_STATE_ACTIVE {
 		left := 0
@@ -191,7 +195,7 @@ func (n *Node) rebalanceHere(ctx context.Context, req *kvdv1.RebalanceRequest) (
 	if err := n.metaBarrier(ctx); err != nil {
 		return nil, err
 	}
-	k := &keeper{since: n.cfg.Clock.Now(), heard: map[uint64]time.Time{}}
+	k := n.keeperNow()
 	plan, moving := n.planNow(k, n.askLoads(ctx, k))
 	r := &kvdv1.RebalanceResponse{Problems: plan.Problems, Moving: uint32(len(moving))}
 	for _, t := range plan.Transfers {

@@ -154,3 +154,39 @@ func TestDeadNodeIsReplaced(t *testing.T) {
 	})
 	l.end()
 }
+
+// To undo a drain does not make a node active that never was.
+func TestJoiningNodeIsNotUndrained(t *testing.T) {
+	c := startAlone(t, 1)
+	_, err := c.nodes[0].proposeNode(testContext(t), joinOp(5, freeAddrs(t, 1)[0]))
+	require.NoError(t, err)
+	_, err = c.cluster(0).Drain(testContext(t), &kvdv1.DrainRequest{NodeId: 2, Undo: true})
+	requireReason(t, err, kvdv1.ErrorDetail_REASON_INVALID_ARGUMENT)
+	require.ErrorContains(t, err, "node 2 is joining and was not drained")
+	require.Equal(t, kvdv1.NodeState_NODE_STATE_JOINING, c.member(2).GetNode().GetState())
+}
+
+// Nothing is planned to go to a node that is silent, and one that has been for too long
+// is replaced in what is shown as in what is done.
+func TestRebalanceKnowsWhoIsSilent(t *testing.T) {
+	const shards = 6
+	c := startCluster(t, 3, shards, func(cfg *Config) { cfg.ReplaceAfter = 8 * time.Second })
+	_, err := c.cluster(0).Drain(testContext(t), &kvdv1.DrainRequest{NodeId: 2, LeadersOnly: true})
+	require.NoError(t, err)
+	within(t, time.Minute, "node 2 leads nothing", func() bool { return c.member(2).GetLeads() == 0 })
+	c.stopNode(1)
+	_, err = c.cluster(0).Drain(testContext(t), &kvdv1.DrainRequest{NodeId: 2, Undo: true})
+	require.NoError(t, err)
+	r, err := c.cluster(0).Rebalance(testContext(t), &kvdv1.RebalanceRequest{DryRun: true})
+	require.NoError(t, err)
+	for _, m := range r.GetMoves() {
+		require.NotEqual(t, uint64(2), m.GetAdd(), "%v", m)
+	}
+
+	// It is dead in a while, with nowhere for its replicas to go.
+	within(t, time.Minute, "that is shown", func() bool {
+		r, err := c.cluster(0).Rebalance(testContext(t), &kvdv1.RebalanceRequest{DryRun: true})
+		require.NoError(t, err)
+		return len(r.GetProblems()) > 0
+	})
+}
