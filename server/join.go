@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"slices"
 	"strconv"
 	"strings"
@@ -95,6 +96,36 @@ func (n *Node) myRecord() *kvdv1.NodeRecord {
 		r.NodeId, r.Incarnation = id.nodeID, id.incarnation()
 	}
 	return r
+}
+
+// tryOut opens and closes what a node that joins will open when it is a member: settings
+// that are wrong must not leave a member that never starts.
+func (n *Node) tryOut(ctx context.Context) error {
+	err := n.export.open()
+	for _, t := range n.export.targets {
+		err = errors.Join(err, t.Close())
+	}
+	n.export.targets = nil
+	if err != nil || n.cfg.Gossip.Listen == "" {
+		return err
+	}
+	if _, _, err := n.loadGossipKey(""); err != nil {
+		return err
+	}
+	listen := netip.MustParseAddrPort(n.cfg.Gossip.Listen) // Validate looked at it
+	if _, err := n.gossipAdvertise(ctx, listen); err != nil {
+		return err
+	}
+	stream, err := net.Listen("tcp", n.cfg.Gossip.Listen)
+	if err != nil {
+		return fmt.Errorf("%w: gossip-listen: %w", ErrConfig, err)
+	}
+	defer func() { _ = stream.Close() }()
+	packets, err := net.ListenPacket("udp", n.cfg.Gossip.Listen)
+	if err != nil {
+		return fmt.Errorf("%w: gossip-listen: %w", ErrConfig, err)
+	}
+	return packets.Close()
 }
 
 // join asks a cluster for an id and writes down what it is told. Until that is durable

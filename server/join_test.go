@@ -13,6 +13,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	kvdv1 "github.com/kvd-io/kvd/api/kvd/v1"
+	"github.com/kvd-io/kvd/rdma"
+	"github.com/kvd-io/kvd/rdma/tcp"
 )
 
 // grow prepares one more node that joins by the addresses.
@@ -185,7 +187,14 @@ func TestJoinIsRefused(t *testing.T) {
 		"another's address":  {func(cfg *Config) { cfg.AdvertiseAddr = other.nodes[0].Address() }, ErrRefused, "another node answers at"},
 		"an unknown address": {func(cfg *Config) { cfg.AdvertiseAddr = freeAddrs(t, 1)[0] }, ErrRefused, "does not reach the new node"},
 		"a long zone":        {func(cfg *Config) { cfg.Zone = string(make([]byte, 300)) }, ErrConfig, "zone of 300 bytes"},
-		"nothing said":       {func(cfg *Config) { cfg.Join = nil }, ErrRefused, "--join to come into one"},
+		"no gossip key": {func(cfg *Config) {
+			cfg.Gossip = GossipConfig{Listen: "127.0.1.1:0", KeyFile: filepath.Join(cfg.DataDir, "nofile")}
+		}, ErrConfig, "nofile"},
+		"gossip in use": {func(cfg *Config) { cfg.Gossip.Listen = c.nodes[0].Address() }, ErrConfig, "gossip-listen"},
+		"transport in use": {func(cfg *Config) {
+			cfg.Providers = []rdma.Provider{tcp.Provider{ListenAddr: c.nodes[0].Address()}}
+		}, ErrConfig, "transport tcp"},
+		"nothing said": {func(cfg *Config) { cfg.Join = nil }, ErrRefused, "--join to come into one"},
 	} {
 		by := c.grow(c.nodes[0].Address())
 		c.cfgs[by].BootstrapTimeout = 700 * time.Millisecond

@@ -160,8 +160,10 @@ func (n *Node) start(ctx context.Context) (err error) {
 		return err
 	}
 	if id == nil && len(n.cfg.Join) > 0 {
-		// The transports need the node's id. Where they can not be opened, the next start
-		// goes on under it.
+		// The transports need the node's id; what can not be is found before it has one.
+		if err := n.tryOut(ctx); err != nil {
+			return err
+		}
 		if err := n.join(ctx); err != nil {
 			return err
 		}
