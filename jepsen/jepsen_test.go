@@ -105,6 +105,55 @@ func TestVerdictsAndExitCodes(t *testing.T) {
 	require.Equal(t, exitUnknown, verdictError{check.Undecided}.code())
 }
 
+// What no run records is refused, and is no verdict; a run that was killed is BROKEN.
+func TestJudgeDamagedHistories(t *testing.T) {
+	for name, change := range map[string]func(h *history.Header, ops []*history.Op, end *history.End){
+		`workload "bank"`:     func(h *history.Header, _ []*history.Op, _ *history.End) { h.Workload = "bank" },
+		`transport "pigeon"`:  func(h *history.Header, _ []*history.Op, _ *history.End) { h.Settings["transport"] = "pigeon" },
+		`transport ""`:        func(h *history.Header, _ []*history.Op, _ *history.End) { h.Settings = nil },
+		`fault "rain"`:        func(h *history.Header, _ []*history.Op, _ *history.End) { h.Nemesis = "rain" },
+		"before it is called": func(_ *history.Header, ops []*history.Op, _ *history.End) { ops[0].Call = 9 },
+		`outcome "okay"`: func(_ *history.Header, ops []*history.Op, _ *history.End) {
+			ops[1].Level, ops[1].Outcome = "stale", "okay"
+		},
+		`key "k" of shard 0`: func(_ *history.Header, ops []*history.Op, _ *history.End) { ops[1].Level, ops[1].Shard = "session", 0 },
+		`item 0 has key ""`: func(_ *history.Header, ops []*history.Op, _ *history.End) {
+			ops[1].Kind, ops[1].Items = history.List, []history.Item{{}}
+		},
+		"operation 1 already": func(_ *history.Header, ops []*history.Op, _ *history.End) { ops[1].ID = 1 },
+	} {
+		line, err := judge(t, saved(t, change))
+		require.ErrorContains(t, err, name)
+		var v verdictError
+		require.NotErrorAs(t, err, &v, "%s: %s", name, line)
+		require.Empty(t, line)
+	}
+	path := saved(t, func(*history.Header, []*history.Op, *history.End) {})
+	b, err := os.ReadFile(path)
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(path, b[:len(b)-9], 0o600))
+	line, err := judge(t, path)
+	require.Equal(t, verdictError{check.Broken}, err)
+	require.Contains(t, line, "the history has no end")
+}
+
+// brokenPipe is a bug of ours, somewhere below the judge.
+type brokenPipe struct{}
+
+func (brokenPipe) Write([]byte) (int, error) { panic("boom") }
+
+// A panic is no verdict: Go's exit code for it is that of UNKNOWN.
+func TestPanicWhileJudging(t *testing.T) {
+	cmd := newCommand()
+	cmd.SetOut(&bytes.Buffer{})
+	cmd.SetErr(brokenPipe{})
+	cmd.SetArgs([]string{"--judge", saved(t, func(*history.Header, []*history.Op, *history.End) {})})
+	err := cmd.ExecuteContext(context.Background())
+	require.ErrorContains(t, err, "panic: boom")
+	var v verdictError
+	require.NotErrorAs(t, err, &v)
+}
+
 func TestFaultsThatWereNotSeen(t *testing.T) {
 	h := &history.History{Header: history.Header{Schedule: []json.RawMessage{[]byte(`{"kind":"kill"}`), []byte(`{"kind":"stop"}`), []byte(`{"kind":"oom"}`)}}}
 	h.Faults = []history.Fault{{Kind: "kill", Seen: true}, {Kind: "kill"}, {Kind: "stop"}, {Kind: "stop"}, {Kind: "oom"}}

@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"runtime/debug"
 	"slices"
 	"strconv"
 	"strings"
@@ -187,15 +188,7 @@ func (f *flags) settings() workload.Settings {
 
 func (f *flags) run(cmd *cobra.Command) error {
 	if f.judge != "" {
-		h, err := history.ReadFile(f.judge)
-		if err != nil {
-			return err
-		}
-		o, err := f.conclude(cmd, h, filepath.Dir(f.judge), "again-")
-		if err != nil {
-			return err
-		}
-		return o.err()
+		return f.judgeAgain(cmd)
 	}
 	if err := f.validate(); err != nil {
 		return err
@@ -207,6 +200,41 @@ func (f *flags) run(cmd *cobra.Command) error {
 		return f.runControls(cmd)
 	}
 	return f.suite(cmd)
+}
+
+// judgeAgain judges a saved history. What no run records is refused, as a judge that does not
+// know what it judges may find nothing for that reason alone.
+func (f *flags) judgeAgain(cmd *cobra.Command) (err error) {
+	// A program that panics ends with 2, which is the code of a verdict.
+	defer func() {
+		if r := recover(); r != nil {
+			err = fmt.Errorf("judging %s: panic: %v\n%s", f.judge, r, debug.Stack())
+		}
+	}()
+	h, err := history.ReadFile(f.judge)
+	if err != nil {
+		return fmt.Errorf("%s: %w", f.judge, err)
+	}
+	if err := known(h.Header); err != nil {
+		return fmt.Errorf("%s: history: the header: %w", f.judge, err)
+	}
+	o, err := f.conclude(cmd, h, filepath.Dir(f.judge), "again-")
+	if err != nil {
+		return err
+	}
+	return o.err()
+}
+
+// known tells whether there is such a run: what it has to show depends on that.
+func known(h history.Header) error {
+	if !slices.Contains(workload.Names(), h.Workload) {
+		return fmt.Errorf("workload %q: want one of %s", h.Workload, strings.Join(workload.Names(), ", "))
+	}
+	if t := h.Settings["transport"]; t != verbs && !slices.Contains(allTransports, t) {
+		return fmt.Errorf("transport %q: want verbs or one of %s", t, strings.Join(allTransports, ", "))
+	}
+	_, err := nemesis.ParseKinds(h.Nemesis)
+	return err
 }
 
 // once runs and judges one workload over one transport.

@@ -463,3 +463,9 @@ func TestJudgeChangesNothing(t *testing.T) {
 	require.Equal(t, first.Verdict, Judge(&s.h, Options{}).Verdict)
 	require.Equal(t, int64(math.MaxInt64), operations([]*history.Op{s.h.Ops[0]}, nil)[0].Return)
 }
+
+// A bug of ours that shows on a goroutine of the judge shows where it was called.
+func TestPanicsReachTheCaller(t *testing.T) {
+	x := &index{keys: map[string]*key{}, names: []string{"a", "b", "c", "d", "e", "f", "g"}}
+	require.Panics(t, func() { x.linearizable(time.Second) })
+}

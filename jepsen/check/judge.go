@@ -5,9 +5,11 @@ import (
 	"fmt"
 	"io"
 	"runtime"
+	"runtime/debug"
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/anishathalye/porcupine"
@@ -127,8 +129,18 @@ func (x *index) linearizable(timeout time.Duration) []result {
 	results := make([]result, len(x.names))
 	next := make(chan int)
 	var wg sync.WaitGroup
+	var panicked atomic.Pointer[string]
 	for range max(1, runtime.GOMAXPROCS(0)) {
 		wg.Go(func() {
+			defer func() {
+				if r := recover(); r != nil {
+					text := fmt.Sprintf("%v\n%s", r, debug.Stack())
+					panicked.Store(&text)
+					for range next {
+						continue // whoever gives out keys must come to their end
+					}
+				}
+			}()
 			for i := range next {
 				k := x.keys[x.names[i]]
 				began := time.Now()
@@ -144,6 +156,9 @@ func (x *index) linearizable(timeout time.Duration) []result {
 	}
 	close(next)
 	wg.Wait()
+	if text := panicked.Load(); text != nil {
+		panic("check: " + *text) // bug: where whoever called can see it
+	}
 	return results
 }
 

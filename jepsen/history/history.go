@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"sync"
 )
 
@@ -196,34 +197,103 @@ func (r *Recorder) Close(end *End) (*History, error) {
 	return &r.mu.h, err
 }
 
-// Read reads what a Recorder wrote. A file that ends in the middle of a line is an
-// error: who cut it may cut whole lines.
+// Read reads what a Recorder wrote. Anything else is an error, so that what is judged was
+// recorded and is whole. Only the last line may be torn, as a run that was killed leaves
+// it: that line is dropped, and the history has no End.
 func Read(from io.Reader) (*History, error) {
 	h := &History{}
 	dec := json.NewDecoder(from)
 	dec.DisallowUnknownFields()
+	ids := map[uint64]bool{}
 	for n := 1; ; n++ {
 		var l line
 		err := dec.Decode(&l)
-		switch {
-		case errors.Is(err, io.EOF) && n > 1:
+		ended := errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) && h.End == nil
+		if ended && n > 1 {
 			return h, nil
-		case err != nil:
+		}
+		if err == nil {
+			err = h.take(l, n == 1, ids)
+		}
+		if err != nil {
 			return nil, fmt.Errorf("history: entry %d: %w", n, err)
-		case (l.Run != nil) != (n == 1):
-			return nil, fmt.Errorf("history: entry %d: want the run's header first, once", n)
-		case l.Run != nil:
-			h.Header = *l.Run
-		case l.Op != nil:
-			h.Ops = append(h.Ops, l.Op)
-		case l.Fault != nil:
-			h.Faults = append(h.Faults, *l.Fault)
-		case l.End != nil:
-			h.End = l.End
-		default:
-			return nil, fmt.Errorf("history: entry %d holds nothing", n)
 		}
 	}
+}
+
+// take adds one line.
+func (h *History) take(l line, first bool, ids map[uint64]bool) error {
+	fields := 0
+	for _, set := range []bool{l.Run != nil, l.Op != nil, l.Fault != nil, l.End != nil} {
+		if set {
+			fields++
+		}
+	}
+	switch {
+	case fields != 1:
+		return fmt.Errorf("holds %d of run, op, fault and end: want exactly one", fields)
+	case (l.Run != nil) != first:
+		return errors.New("want the run's header first, once")
+	case h.End != nil:
+		return errors.New("stands behind the end: want nothing there")
+	case l.Run != nil:
+		h.Header = *l.Run
+	case l.Op != nil:
+		if ids[l.Op.ID] {
+			return fmt.Errorf("there is an operation %d already", l.Op.ID)
+		}
+		if err := l.Op.valid(); err != nil {
+			return fmt.Errorf("operation %d: %w", l.Op.ID, err)
+		}
+		ids[l.Op.ID] = true
+		h.Ops = append(h.Ops, l.Op)
+	case l.Fault != nil:
+		if l.Fault.End < l.Fault.Start {
+			return fmt.Errorf("fault %s ends at %d, before it starts at %d", l.Fault.Kind, l.Fault.End, l.Fault.Start)
+		}
+		h.Faults = append(h.Faults, *l.Fault)
+	default:
+		h.End = l.End
+	}
+	return nil
+}
+
+var (
+	kinds    = []Kind{Get, Put, Add, Swap, Del, Drop, Many, List}
+	outcomes = []Outcome{OK, Absent, Conflict, Fail, Unknown}
+	levels   = []string{"", "session", "stale"} // beside linearizable, which is the empty one
+)
+
+// valid tells why no run records such an operation. What a wrong client or a wrong node
+// could show is the judge's matter.
+func (op *Op) valid() error {
+	answered := op.Outcome == OK || op.Outcome == Absent || op.Outcome == Conflict
+	switch {
+	case !slices.Contains(kinds, op.Kind):
+		return fmt.Errorf("kind %q: want one of %q", op.Kind, kinds)
+	case !slices.Contains(outcomes, op.Outcome):
+		return fmt.Errorf("outcome %q: want one of %q", op.Outcome, outcomes)
+	case !slices.Contains(levels, op.Level):
+		return fmt.Errorf("level %q: want one of %q", op.Level, levels)
+	case !op.Kind.Writes() && (op.Outcome == Conflict || op.Outcome == Unknown):
+		return fmt.Errorf("%s of outcome %q: want that of writes only", op.Kind, op.Outcome)
+	case op.Level != "" && op.Kind != Get:
+		return fmt.Errorf("%s of level %q: want levels of gets only", op.Kind, op.Level)
+	case op.MaxLag != nil && (op.Level != "stale" || *op.MaxLag < 0):
+		return fmt.Errorf("maxLag %d at level %q: want at least 0, and the level stale", *op.MaxLag, op.Level)
+	case op.Return < op.Call:
+		return fmt.Errorf("returns at %d, before it is called at %d", op.Return, op.Call)
+	case answered && op.Kind != Many && op.Kind != List && (op.Key == "" || op.Shard == 0):
+		return fmt.Errorf("answered %q for key %q of shard %d: want both", op.Outcome, op.Key, op.Shard)
+	case len(op.Items) > 0 && op.Kind != Many && op.Kind != List:
+		return fmt.Errorf("%s of %d items: want those of many and list only", op.Kind, len(op.Items))
+	}
+	for i, it := range op.Items {
+		if it.Key == "" || it.Shard == 0 {
+			return fmt.Errorf("item %d has key %q of shard %d: want both", i, it.Key, it.Shard)
+		}
+	}
+	return nil
 }
 
 // ReadFile reads a history file.

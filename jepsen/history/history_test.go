@@ -28,13 +28,50 @@ func TestWhatIsWrittenIsRead(t *testing.T) {
 	require.Equal(t, []*Op{op, list}, again.Ops)
 }
 
-// A file that was cut within a line, or is something else, is refused.
+// What no run records is refused, with what is wrong.
 func TestDamagedFiles(t *testing.T) {
+	const (
+		run = `{"run":{"workload":"a"}}` + "\n"
+		op  = `{"op":{"id":1,"process":0,"client":"c","via":"","kind":"get","key":"k","shard":1,"call":1,"return":2,"outcome":"ok"}}` + "\n"
+		end = `{"end":{"call":1,"progress":"","gets":{}}}` + "\n"
+	)
+	_, err := Read(strings.NewReader(run + op + end))
+	require.NoError(t, err, "what is damaged below is good")
+	with := func(old, replacement string) string {
+		require.Equal(t, 1, strings.Count(op, old), old)
+		return run + strings.Replace(op, old, replacement, 1)
+	}
+	for name, text := range map[string]string{
+		"holds 2 of":                   strings.TrimSuffix(run, "}\n") + "," + op[1:],
+		"holds 0 of":                   run + `{"op":null}`,
+		"behind the end":               run + end + end,
+		"unexpected EOF":               run + end + op[:20],
+		"an operation 1 already":       run + op + op,
+		"want the run's header":        op,
+		`kind "grab"`:                  with(`"get"`, `"grab"`),
+		`outcome "okay"`:               with(`"ok"`, `"okay"`),
+		`level "Session"`:              with(`"kind"`, `"level":"Session","kind"`),
+		`get of outcome "unknown"`:     with(`"ok"`, `"unknown"`),
+		`get of outcome "conflict"`:    with(`"ok"`, `"conflict"`),
+		`put of level "stale"`:         with(`"kind":"get"`, `"level":"stale","kind":"put"`),
+		"maxLag -1":                    with(`"kind"`, `"level":"stale","maxLag":-1,"kind"`),
+		`maxLag 1 at level "session"`:  with(`"kind"`, `"level":"session","maxLag":1,"kind"`),
+		"returns at 2, before":         with(`"call":1`, `"call":3`),
+		`key "k" of shard 0`:           with(`"shard":1,`, `"level":"session",`),
+		`key "" of shard 1`:            with(`"key":"k",`, ``),
+		"get of 1 items":               with(`"kind"`, `"items":[{"key":"k","shard":1}],"kind"`),
+		`item 1 has key "" of shard 0`: with(`"kind":"get"`, `"items":[{"key":"k","shard":1},null],"kind":"list"`),
+		"fault kill ends at 1":         run + `{"fault":{"kind":"kill","start":2,"end":1,"seen":true}}`,
+	} {
+		_, err := Read(strings.NewReader(text))
+		require.ErrorContains(t, err, name)
+	}
 	for name, text := range map[string]string{
 		"empty":         "",
 		"no header":     `{"op":{"id":1,"process":0,"client":"c","via":"","kind":"get","call":1,"return":2,"outcome":"ok"}}`,
 		"two headers":   `{"run":{"workload":"a"}}` + "\n" + `{"run":{"workload":"a"}}`,
-		"cut":           `{"run":{"workload":"a"}}` + "\n" + `{"op":{"id":1,`,
+		"cut header":    `{"run":{"workload":"a"`,
+		"cut within":    `{"run":{"workload":"a"}}` + "\n" + `{"op":{"id":1,` + "\n" + op,
 		"unknown field": `{"run":{"workload":"a","colour":"red"}}`,
 		"empty entry":   `{"run":{"workload":"a"}}` + "\n{}",
 	} {
@@ -44,6 +81,13 @@ func TestDamagedFiles(t *testing.T) {
 	h, err := Read(strings.NewReader(`{"run":{"workload":"a"}}`))
 	require.NoError(t, err)
 	require.Nil(t, h.End, "a run that was cut off between lines can be judged, but has no end")
+	whole := run + op + end
+	for cut := len(run); cut < len(whole)-1; cut++ { // the last is a line's end alone
+		h, err = Read(strings.NewReader(whole[:cut]))
+		require.NoError(t, err, whole[:cut])
+		require.Nil(t, h.End)
+	}
+	require.Len(t, h.Ops, 1)
 	_, err = ReadFile(filepath.Join(t.TempDir(), "none"))
 	require.ErrorIs(t, err, os.ErrNotExist)
 }
