@@ -240,7 +240,7 @@ func (n *Node) clusterNow(k *keeper, facts map[uint32]*shardFacts) (placement.Cl
 		case kvdv1.NodeState_NODE_STATE_DRAINING, kvdv1.NodeState_NODE_STATE_DECOMMISSIONED:
 			node.State = placement.Draining
 			if r.GetLeadersOnly() {
-				k.leadersOnly[node.ID] = true
+				k.leadersOnly[node.ID], node.LeadersOnly = true, true
 			}
 		}
 		if now.Sub(heard) > n.cfg.ReplaceAfter {

@@ -92,8 +92,12 @@ func count(n int, thing string) string {
 	return fmt.Sprintf("%d %ss", n, thing)
 }
 
-// fuller tells whether a is more than b by more than Tolerance of their mean.
-func fuller(a, b float64) bool { return a-b > Tolerance*(a+b)/2 }
+// apart tells how many more bytes node a has than b, for each weight of 1, and whether it
+// is more than this fraction of their mean, and enough to matter.
+func apart(a, b *node, fraction float64) (more float64, far bool) {
+	n, m := a.bytes/a.weight, b.bytes/b.weight
+	return n - m, n-m > max(fraction*(n+m)/2, ToleranceBytes)
+}
 
 // balance moves replicas from fuller nodes to emptier ones, the best move first, until
 // no move pays; and where a move of one does not, it exchanges two.
@@ -131,7 +135,8 @@ func (s *state) bestMove() (best swap) {
 
 // exchange gives a larger replica of a fuller node for a smaller one of an emptier node:
 // with few shards a node, numbers can be even and bytes not. Two moves are dear, so the
-// nodes have to be three times as far apart as for one, and at least half of that must go.
+// nodes have to be apart by three times the fraction that does for one, and at least half of
+// that must go.
 // It is done only where the limits allow both at once, for one alone may make things worse.
 func (s *state) exchange() bool {
 	l := s.limits
@@ -142,8 +147,8 @@ func (s *state) exchange() bool {
 	for _, a := range s.actives {
 		for _, b := range s.actives {
 			na, nb := &s.nodes[a], &s.nodes[b]
-			apart := na.bytes/na.weight - nb.bytes/nb.weight
-			if apart <= 3*Tolerance*(na.bytes/na.weight+nb.bytes/nb.weight)/2 || l.MovesPerNode > 0 && max(na.moves, nb.moves)+2 > l.MovesPerNode {
+			more, far := apart(na, nb, 3*Tolerance)
+			if !far || l.MovesPerNode > 0 && max(na.moves, nb.moves)+2 > l.MovesPerNode {
 				continue
 			}
 			small := s.givable(b, a)
@@ -154,8 +159,8 @@ func (s *state) exchange() bool {
 					}
 					d := x.size - y.size
 					cost := s.cost(na, 0, -d) - s.cost(na, 0, 0) + s.cost(nb, 0, d) - s.cost(nb, 0, 0)
-					left := math.Abs(apart - d/na.weight - d/nb.weight)
-					if cost < min(there.cost, 0)-gain && left <= apart/2 && nb.roomFor(x.size) && na.roomFor(y.size) {
+					left := math.Abs(more - d/na.weight - d/nb.weight)
+					if cost < min(there.cost, 0)-gain && left <= more/2 && nb.roomFor(x.size) && na.roomFor(y.size) {
 						there, back = swap{x, a, b, cost}, swap{y, b, a, 0}
 					}
 				}
@@ -191,9 +196,18 @@ func (s *state) keepsSpread(sh *shard, from, to int) bool {
 // allowed tells whether a move for the sake of balance may be made.
 func (s *state) allowed(c swap) bool {
 	a, b := &s.nodes[c.from], &s.nodes[c.to]
+	_, far := apart(a, b, Tolerance)
 	return !s.busy(c.to) && !slices.Contains(c.shard.active, c.to) && s.fits(c.to, c.shard) &&
-		(fuller(float64(a.replicas)/a.weight, float64(b.replicas)/b.weight) || fuller(a.bytes/a.weight, b.bytes/b.weight)) &&
+		(tooMany(a, b) || far) &&
 		s.keepsSpread(c.shard, c.from, c.to)
+}
+
+// tooMany tells whether node a has more replicas than b by more than Tolerance of their
+// mean, and one less is better by their number alone: else the bytes would decide,
+// however few they are.
+func tooMany(a, b *node) bool {
+	n, m := float64(a.replicas)/a.weight, float64(b.replicas)/b.weight
+	return n-m > Tolerance*(n+m)/2 && float64(2*b.replicas+1)/b.weight < float64(2*a.replicas-1)/a.weight-gain
 }
 
 // fill says what a node holds.

@@ -36,8 +36,10 @@
 // A node has two loads: the number of its replicas and their bytes, each divided by the
 // node's weight and by the cluster's mean. The cost of a node is its weight times the sum
 // of the squares. A move from node a to node b is considered only if a is fuller than b by
-// more than Tolerance in one of the loads, and made only if it lowers the sum of the
-// costs; the best such move goes first. Where none does, two replicas may change places.
+// more than Tolerance in one of the loads (in bytes: and by more than ToleranceBytes), and
+// made only if it lowers the sum of the costs; the best such move goes first. The mean of
+// bytes counts as at least the one of which ToleranceBytes is the tolerated fraction, so
+// that a few bytes do not outweigh a replica. Where none does, two replicas may change places.
 // The sum is convex, so where nothing but load matters the greedy walk ends near the
 // optimum, and since each step lowers it (steps 1 to 5 lower the number of misplaced
 // replicas, or raise a spread, and step 6 undoes neither), no walk goes round in circles.

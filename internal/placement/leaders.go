@@ -161,10 +161,16 @@ func (s *state) path(leads leading, way [][]step, from int) []step {
 
 // clusterProblems tells what the nodes as a whole do not allow.
 func (s *state) clusterProblems() {
-	if len(s.actives) < s.replication {
+	places := slices.Clone(s.actives)
+	for i := range s.nodes {
+		if n := &s.nodes[i]; n.State == Draining && n.LeadersOnly {
+			places = append(places, i)
+		}
+	}
+	if len(places) < s.replication {
 		var away []string
 		for i := range s.nodes {
-			if n := &s.nodes[i]; n.State != Active {
+			if n := &s.nodes[i]; n.State != Active && !slices.Contains(places, i) {
 				away = append(away, fmt.Sprintf("node %d is %s", n.ID, n.State))
 			}
 		}
@@ -173,17 +179,17 @@ func (s *state) clusterProblems() {
 			text = " (" + strings.Join(away, ", ") + ")"
 		}
 		s.problems = append(s.problems, fmt.Sprintf("replication %d wants %d active nodes, and there are %d%s: add nodes or lower the replication",
-			s.replication, s.replication, len(s.actives), text))
+			s.replication, s.replication, len(places), text))
 		return
 	}
-	s.zoneProblem()
+	s.zoneProblem(places)
 }
 
 // zoneProblem tells where the loss of one zone has to take the majority of a shard with
-// it, if zones are in use.
-func (s *state) zoneProblem() {
-	size := map[string]int{} // active nodes of each zone
-	for _, n := range s.actives {
+// it, if zones are in use. Places are the nodes that have replicas which stay.
+func (s *state) zoneProblem(places []int) {
+	size := map[string]int{} // nodes of each zone
+	for _, n := range places {
 		size[s.nodes[n].Zone]++
 	}
 	if _, none := size[""]; none && len(size) == 1 || s.replication == 1 {

@@ -38,6 +38,9 @@ type Node struct {
 	// host means that the node has a host of its own.
 	Zone, Rack, Host string
 	State            State
+	// LeadersOnly: of a draining node only the leaders are to go, for it is back soon. Its
+	// replicas stay and count as wanted; it gets no new ones.
+	LeadersOnly bool
 	// Weight is the node's share of the load relative to the other nodes'; 0 means 1.
 	Weight uint32
 	// LimitBytes is how many bytes of replicas the node can hold; 0 means that there is no
@@ -126,6 +129,10 @@ func (r Result) Empty() bool { return len(r.Transfers) == 0 && len(r.Moves) == 0
 // before a replica is moved for the sake of balance. It keeps a cluster whose shards grow
 // and shrink from moving all the time.
 const Tolerance = 0.05
+
+// ToleranceBytes is how many bytes more than another a node may hold, for each weight of
+// 1, whatever fraction of their mean that is: it is less than what a move is worth.
+const ToleranceBytes = 64 << 20
 
 // Plan returns the next steps for c within limits l. It keeps nothing of c. The steps of
 // one plan do not depend on each other, but for transfers coming before moves; any of them

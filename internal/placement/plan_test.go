@@ -454,14 +454,14 @@ func settleLeaders(t *testing.T, c *Cluster) (all []Transfer) {
 // TestExchange: where no single move helps, two replicas change places, if both may move
 // at once.
 func TestExchange(t *testing.T) {
-	c := evenly(4, 2, 1, 4*mib)
-	c.Shards[0].Bytes, c.Shards[2].Bytes = 6*mib, 6*mib // 12 MiB on node 1, 8 MiB on node 2
+	c := evenly(4, 2, 1, 400*mib)
+	c.Shards[0].Bytes, c.Shards[2].Bytes = 600*mib, 600*mib // 1200 MiB on node 1, 800 MiB on node 2
 	for _, l := range []Limits{{Moves: 1}, {MovesPerNode: 1}} {
 		require.Empty(t, Plan(c, l).Moves)
 	}
 	r := Plan(c, Limits{Moves: 2, MovesPerNode: 2})
 	require.Len(t, r.Moves, 2)
-	require.Equal(t, "shards 1 and 2 change places, for node 2 (2 replicas, 8.0 MiB) has fewer bytes than node 1 (2 replicas, 12 MiB)", r.Moves[0].Reason)
+	require.Equal(t, "shards 1 and 2 change places, for node 2 (2 replicas, 800 MiB) has fewer bytes than node 1 (2 replicas, 1.2 GiB)", r.Moves[0].Reason)
 	settle(t, &c, Limits{})
 	require.Equal(t, c.held()[1].bytes, c.held()[2].bytes)
 
@@ -494,6 +494,70 @@ func TestDrift(t *testing.T) {
 		}
 		require.True(t, Plan(c, Limits{}).Empty())
 	}
+}
+
+// TestFewBytes: bytes that are too few to matter move nothing, however they are spread and
+// whatever becomes of them, and do not keep replicas from being even by number.
+func TestFewBytes(t *testing.T) {
+	c := evenly(4, 2, 1, 1*mib)
+	c.Shards[0].Bytes, c.Shards[2].Bytes = 30*mib, 30*mib // 60 MiB on node 1, 2 MiB on node 2
+	require.True(t, Plan(c, Limits{}).Empty(), "they differ by 58 MiB")
+	c.Shards[0].Bytes, c.Shards[2].Bytes = 40*mib, 40*mib
+	require.NotEmpty(t, Plan(c, Limits{}).Moves, "they differ by 78 MiB")
+	c = evenly(4, 2, 1, 1000*mib)
+	c.Shards[0].Bytes, c.Shards[2].Bytes = 1050*mib, 1050*mib
+	require.True(t, Plan(c, Limits{}).Empty(), "100 MiB are less than 15 %% of 2050 MiB")
+
+	for seed := range uint64(clusters(2000)) {
+		r := rand.New(rand.NewPCG(seed, 6))
+		c := random(r)
+		draw := func() {
+			for i := range c.Shards {
+				c.Shards[i].Bytes = r.Uint64N(mib / 2)
+			}
+		}
+		for i := range c.Nodes {
+			c.Nodes[i].LimitBytes = 0
+		}
+		draw()
+		settle(t, &c, Limits{Moves: 1 + r.IntN(4)})
+		for range 10 {
+			draw()
+			require.Empty(t, Plan(c, Limits{}).Moves, "seed %d\n%s", seed, &c)
+		}
+	}
+}
+
+// TestLeadersOnly: a node that is drained of its leaders alone keeps its replicas, and no
+// problem is told of it; what is wrong otherwise is mended around it.
+func TestLeadersOnly(t *testing.T) {
+	only := func(c Cluster, id uint64) Cluster {
+		c.node(id).State, c.node(id).LeadersOnly = Draining, true
+		return c
+	}
+	for _, nodes := range []int{3, 4} {
+		c := only(evenly(12, nodes, 3, mib), 3)
+		r := settle(t, &c, Limits{})
+		require.Empty(t, r.Moves, "%d nodes", nodes)
+		require.Empty(t, r.Problems, "%d nodes", nodes)
+		require.Zero(t, c.held()[3].leaders)
+	}
+	// Another one dies: its replicas go elsewhere, and not to the node that is back soon.
+	c := only(evenly(12, 5, 3, mib), 3).state(2, Dead)
+	r := settle(t, &c, Limits{Moves: 2})
+	require.Empty(t, r.Problems)
+	for _, m := range r.Moves {
+		require.Equal(t, Repair, m.Kind)
+		require.EqualValues(t, 2, m.Remove)
+		require.NotEqual(t, uint64(3), m.Add)
+	}
+	require.NotEmpty(t, r.Moves)
+	// With none to go to, that is told, and of the dead one alone.
+	c = only(evenly(3, 3, 3, mib), 3).state(2, Dead)
+	require.Equal(t, []string{
+		"shards 1, 2, 3 have nowhere to put a replica: every active node has one already; add a node or lower the replication",
+		"replication 3 wants 3 active nodes, and there are 2 (node 2 is dead): add nodes or lower the replication",
+	}, Plan(c, Limits{}).Problems)
 }
 
 func TestBadInput(t *testing.T) {

@@ -35,6 +35,11 @@ func (c *Cluster) inState(ids []uint64, states ...State) []uint64 {
 	})
 }
 
+// staying are those that only the leaders leave.
+func (c *Cluster) staying(ids []uint64) []uint64 {
+	return slices.DeleteFunc(c.inState(ids, Draining), func(id uint64) bool { return !c.node(id).LeadersOnly })
+}
+
 // checkPlan checks what must hold of every plan, whatever the cluster.
 func checkPlan(t *testing.T, c Cluster, l Limits, r Result) {
 	fresh, learners := 0, 0
@@ -70,7 +75,7 @@ func checkPlan(t *testing.T, c Cluster, l Limits, r Result) {
 			require.GreaterOrEqual(t, h1, h0, "%+v: fewer hosts", m)
 		}
 		if m.Kind == Repair || m.Kind == Drain { // no other node would have been a better place
-			rest := c.inState(without(sh.Voters, m.Remove), Active)
+			rest := append(c.inState(without(sh.Voters, m.Remove), Active), c.staying(without(sh.Voters, m.Remove))...)
 			z1, r1, h1 := c.domainsOf(append(slices.Clone(rest), m.Add))
 			for _, n := range c.Nodes {
 				if n.State != Active || slices.Contains(rest, n.ID) || slices.Contains(sh.Learners, n.ID) || n.LimitBytes > 0 {
@@ -79,6 +84,9 @@ func checkPlan(t *testing.T, c Cluster, l Limits, r Result) {
 				z2, r2, h2 := c.domainsOf(append(slices.Clone(rest), n.ID))
 				require.LessOrEqual(t, cmp.Or(z2-z1, r2-r1, h2-h1), 0, "%+v: node %d would be a better place\n%s", m, n.ID, &c)
 			}
+		}
+		if slices.Contains(c.staying(sh.Voters), m.Remove) {
+			require.True(t, m.Kind == Finish || m.Kind == Surplus && len(healthy)+len(c.staying(sh.Voters)) > c.Replication, "%+v: that replica was to stay", m)
 		}
 		if m.Kind == Finish {
 			learners++
@@ -140,7 +148,10 @@ func checkSettled(t *testing.T, c Cluster, problems []string) {
 		}
 		require.Empty(t, sh.Learners, "shard %d\n%s", sh.ID, &c)
 		healthy := c.inState(sh.Voters, Active)
-		if len(active) >= c.Replication && !limited {
+		if kept := c.staying(sh.Voters); len(active) >= c.Replication && !limited && len(kept) > 0 {
+			require.Len(t, append(kept, healthy...), c.Replication, "shard %d\n%s", sh.ID, &c)
+			require.Len(t, sh.Voters, c.Replication, "shard %d\n%s", sh.ID, &c)
+		} else if len(active) >= c.Replication && !limited {
 			require.Len(t, sh.Voters, c.Replication, "shard %d\n%s", sh.ID, &c)
 			require.Len(t, healthy, c.Replication, "shard %d\n%s", sh.ID, &c)
 			// The best spread that any set of nodes has.
@@ -153,7 +164,7 @@ func checkSettled(t *testing.T, c Cluster, problems []string) {
 			})
 			z, r, h := c.domainsOf(healthy)
 			require.Equal(t, best, [3]int{z, r, h}, "spread of shard %d\n%s", sh.ID, &c)
-		} else if len(healthy) < c.Replication {
+		} else if len(healthy)+len(kept) < c.Replication {
 			require.NotEmpty(t, problems, "shard %d has too few voters, and nobody says so\n%s", sh.ID, &c)
 		}
 		if n := c.node(sh.Leader); n != nil && n.State == Draining {

@@ -35,7 +35,7 @@ func (s *state) finish() {
 func (s *state) finishLearner(sh *shard, n int) {
 	id := s.nodes[n].ID
 	if len(sh.active) < s.replication {
-		remove, gone := s.leaving(sh)
+		remove, gone := s.leaving(sh, true)
 		s.move(Finish, sh, n, remove, gone, "the learner on node %d becomes the voter that is missing", id)
 		return
 	}
@@ -54,18 +54,23 @@ func (s *state) finishLearner(sh *shard, n int) {
 }
 
 // leaving is the replica that goes when an active one comes: a dead one by id, else a
-// draining one by index, else none (-1, 0). Of draining ones the leader goes last.
-func (s *state) leaving(sh *shard) (remove int, gone uint64) {
+// draining one by index, else one that may stay if there are others enough, else none
+// (-1, 0). Of draining ones the leader goes last.
+func (s *state) leaving(sh *shard, enough bool) (remove int, gone uint64) {
 	if len(sh.dead) > 0 {
 		return -1, sh.dead[0]
 	}
-	for _, n := range sh.draining {
+	from := sh.draining
+	if len(from) == 0 && enough {
+		from = sh.staying
+	}
+	for _, n := range from {
 		if n != sh.leader {
 			return n, 0
 		}
 	}
-	if len(sh.draining) > 0 {
-		return sh.draining[0], 0
+	if len(from) > 0 {
+		return from[0], 0
 	}
 	return -1, 0
 }
@@ -84,13 +89,13 @@ func (s *state) repair() {
 		case !sh.quorum():
 			sh.taken, sh.leader = true, -1
 			lost = append(lost, sh)
-		case len(sh.active) < s.replication:
+		case len(sh.active)+len(sh.staying) < s.replication:
 			todo = append(todo, sh)
 		}
 	}
 	// Those first that can lose the fewest voters; a shard with a voter that is missing or
 	// dead can lose fewer than one whose voters are all there.
-	spare := func(sh *shard) int { return len(sh.active) + len(sh.draining) - (len(sh.Voters)/2 + 1) }
+	spare := func(sh *shard) int { return sh.living() - (len(sh.Voters)/2 + 1) }
 	slices.SortStableFunc(todo, func(a, b *shard) int { return spare(a) - spare(b) })
 	for _, sh := range todo {
 		add, candidates, cramped := s.destination(sh)
@@ -113,7 +118,7 @@ func (s *state) repair() {
 
 // replace plans the move that gives node add a replica, in place of one that is to go.
 func (s *state) replace(sh *shard, add int) {
-	remove, gone := s.leaving(sh)
+	remove, gone := s.leaving(sh, false)
 	if len(sh.Voters) < s.replication && gone == 0 {
 		remove = -1 // a draining voter stays until there are enough
 	}
@@ -129,7 +134,7 @@ func (s *state) replace(sh *shard, add int) {
 	}
 }
 
-// destination is the active node that should get a replica beside the active ones: the
+// destination is the active node that should get a replica beside those that are kept: the
 // one with the best spread, of those the one that costs least. It is -1 where all nodes
 // with that spread take part in enough moves already. Candidates counts the nodes that could take it, and cramped
 // those that lack the room.
@@ -137,6 +142,7 @@ func (s *state) destination(sh *shard) (add, candidates, cramped int) {
 	add = -1
 	var best spread
 	var bestCost float64
+	kept := sh.kept()
 	for _, n := range s.actives {
 		if slices.Contains(sh.active, n) || slices.Contains(sh.learners, n) {
 			continue
@@ -146,7 +152,7 @@ func (s *state) destination(sh *shard) (add, candidates, cramped int) {
 			continue
 		}
 		candidates++
-		after, c := s.spreadOf(sh.active, -1, n), s.costOf(n, sh, +1)
+		after, c := s.spreadOf(kept, -1, n), s.costOf(n, sh, +1)
 		switch d := after.compare(best); {
 		case candidates == 1 || d > 0:
 			best, add = after, -1
@@ -160,7 +166,7 @@ func (s *state) destination(sh *shard) (add, candidates, cramped int) {
 	return add, candidates, cramped
 }
 
-// surplus removes voters that are too many: dead ones, then draining ones, then those
+// surplus removes voters that are too many: dead ones, then those on draining nodes, then those
 // whose loss costs least.
 func (s *state) surplus() {
 	for i := range s.shards {
@@ -168,11 +174,11 @@ func (s *state) surplus() {
 		if sh.taken || len(sh.Voters) <= s.replication || !s.room() {
 			continue
 		}
-		remove, gone := s.leaving(sh)
+		remove, gone := s.leaving(sh, true)
 		switch {
 		case gone != 0:
 			s.move(Surplus, sh, -1, -1, gone, "the shard has %d voters, %d are wanted, and node %d is dead", len(sh.Voters), s.replication, gone)
-		case len(sh.active) < s.replication: // the draining ones are still needed
+		case len(sh.active)+len(sh.staying) < s.replication: // the draining ones are still needed
 		case remove >= 0:
 			if !s.busy(remove) {
 				s.move(Surplus, sh, -1, remove, 0, "the shard has %d voters, %d are wanted, and node %d is draining", len(sh.Voters), s.replication, s.nodes[remove].ID)

@@ -85,7 +85,7 @@ func (c *Cluster) String() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "replication %d\n", c.Replication)
 	for _, n := range c.Nodes {
-		fmt.Fprintf(&b, "node %d %s zone %q rack %q host %q weight %d limit %d\n", n.ID, n.State, n.Zone, n.Rack, n.Host, n.Weight, n.LimitBytes)
+		fmt.Fprintf(&b, "node %d %s (leaders only: %v) zone %q rack %q host %q weight %d limit %d\n", n.ID, n.State, n.LeadersOnly, n.Zone, n.Rack, n.Host, n.Weight, n.LimitBytes)
 	}
 	for _, s := range c.Shards {
 		fmt.Fprintf(&b, "shard %d voters %v learners %v leader %d, %d bytes\n", s.ID, s.Voters, s.Learners, s.Leader, s.Bytes)
@@ -172,6 +172,7 @@ func random(r *rand.Rand) Cluster {
 		}
 		if r.IntN(6) == 0 {
 			n.State = State(1 + r.IntN(2))
+			n.LeadersOnly = r.IntN(2) == 0
 		}
 		c.Nodes = append(c.Nodes, n)
 	}

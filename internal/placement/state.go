@@ -21,6 +21,8 @@ type node struct {
 type shard struct {
 	Shard
 	active, draining, learners []int
+	// staying are those on draining nodes that only the leaders leave.
+	staying []int
 	// dead are ids: there may be no node for them.
 	dead   []uint64
 	size   float64
@@ -119,6 +121,8 @@ func (s *state) addShards(shards []Shard) error {
 				}
 			case !known || s.nodes[n].State == Dead:
 				sh.dead = append(sh.dead, id)
+			case s.nodes[n].State == Draining && s.nodes[n].LeadersOnly:
+				sh.staying = append(sh.staying, n)
 			case s.nodes[n].State == Draining:
 				sh.draining = append(sh.draining, n)
 			default:
@@ -133,6 +137,7 @@ func (s *state) addShards(shards []Shard) error {
 		}
 		slices.Sort(sh.active)
 		slices.Sort(sh.draining)
+		slices.Sort(sh.staying)
 		slices.Sort(sh.dead)
 		s.shards = append(s.shards, sh)
 	}
@@ -159,7 +164,8 @@ func (s *state) measure() {
 	}
 	if weight > 0 {
 		s.meanReplicas = float64(len(s.shards)*s.replication) / weight
-		s.meanBytes = bytes * float64(s.replication) / weight
+		// Where all that there is hardly matters, neither does how it lies.
+		s.meanBytes = max(bytes*float64(s.replication)/weight, ToleranceBytes/Tolerance)
 	}
 }
 
@@ -190,7 +196,17 @@ func (s *state) costOf(n int, sh *shard, by int) float64 {
 
 // quorum tells whether enough voters live to change anything.
 func (sh *shard) quorum() bool {
-	return len(sh.active)+len(sh.draining) > len(sh.Voters)/2
+	return sh.living() > len(sh.Voters)/2
+}
+
+func (sh *shard) living() int { return len(sh.active) + len(sh.draining) + len(sh.staying) }
+
+// kept are the nodes whose replicas are not to go.
+func (sh *shard) kept() []int {
+	if len(sh.staying) == 0 {
+		return sh.active
+	}
+	return slices.Concat(sh.active, sh.staying)
 }
 
 // room tells whether one more move may be planned, and busy which nodes may not take part
