@@ -72,6 +72,10 @@ func (s *settings) withSteps(cmd *cobra.Command, f func(context.Context, *client
 		return err
 	}
 	defer func() { _ = a.Close() }()
+	// Steps outlast the loss of nodes, but one that answers has to be there to begin with.
+	if _, err := a.Status(cmd.Context()); err != nil {
+		return err
+	}
 	return f(cmd.Context(), a)
 }
 
@@ -87,6 +91,12 @@ func (s *settings) backup(cmd *cobra.Command, file string, overwrite bool) error
 		defer b.progress.finish()
 		return b.run(ctx)
 	})
+	if err != nil && cmd.Context().Err() != nil {
+		err = fmt.Errorf("%w: what went to standard output is no whole backup", errInterrupted)
+		if out.f != nil {
+			err = fmt.Errorf("%w: %s was not written, and %s is removed", errInterrupted, file, out.f.Name())
+		}
+	}
 	if err = out.done(err); err != nil {
 		return fmt.Errorf("backup: %w", err)
 	}
@@ -126,6 +136,9 @@ func newBackupFile(cmd *cobra.Command, file string, overwrite bool) (*backupFile
 		}
 		pipe := bufio.NewWriterSize(cmd.OutOrStdout(), 1<<16)
 		return &backupFile{w: pipe, pipe: pipe}, nil
+	}
+	if info, err := os.Stat(file); err == nil && !info.Mode().IsRegular() {
+		return nil, usagef("%s is a directory or a device: want the name of a file, or - for standard output", file)
 	}
 	if _, err := os.Lstat(file); err == nil && !overwrite {
 		return nil, usagef("%s exists already: give another name, or --overwrite", file)

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"path/filepath"
@@ -33,6 +34,13 @@ type fakeNode struct {
 	refuse int                              // so many imports succeed, then all are refused; 0: none is
 	took   map[string]*kvdv1.BackupItem     // imported
 	pages  map[uint32][][]*kvdv1.BackupItem // by shard
+	read   func()                           // not nil: is called when a page is to be read
+	hold   chan struct{}                    // not nil: imports wait until it is closed
+
+	members []*kvdv1.MemberStatus
+	silent  bool   // tells of no members
+	refuses error  // what nodes are moved with
+	left    func() // not nil: is called when a node is to leave
 }
 
 func newFakeNode(t *testing.T) *fakeNode {
@@ -96,6 +104,9 @@ func (n *fakeNode) OpenExport(_ context.Context, req *kvdv1.OpenExportRequest) (
 }
 
 func (n *fakeNode) ReadExport(_ context.Context, req *kvdv1.ReadExportRequest) (*kvdv1.ReadExportResponse, error) {
+	if n.read != nil {
+		n.read()
+	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	shard, page := uint32(req.GetExportId()%10), 0
@@ -121,6 +132,9 @@ func (n *fakeNode) ImportCluster(_ context.Context, req *kvdv1.ImportClusterRequ
 }
 
 func (n *fakeNode) Import(_ context.Context, req *kvdv1.ImportRequest) (*kvdv1.ImportResponse, error) {
+	if n.hold != nil {
+		<-n.hold
+	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.refuse == 1 {
@@ -140,13 +154,17 @@ func (n *fakeNode) Import(_ context.Context, req *kvdv1.ImportRequest) (*kvdv1.I
 }
 
 func (n *fakeNode) run(t *testing.T, stdin []byte, args ...string) (out, errOut []byte, err error) {
+	return n.runFrom(t.Context(), bytes.NewReader(stdin), args...)
+}
+
+func (n *fakeNode) runFrom(ctx context.Context, stdin io.Reader, args ...string) (out, errOut []byte, err error) {
 	var o, e bytes.Buffer
 	root := newRoot()
 	root.SetOut(&o)
 	root.SetErr(&e)
-	root.SetIn(bytes.NewReader(stdin))
+	root.SetIn(stdin)
 	root.SetArgs(append([]string{"--endpoints", n.addr}, args...))
-	err = root.ExecuteContext(t.Context())
+	err = root.ExecuteContext(ctx)
 	return o.Bytes(), e.Bytes(), err
 }
 

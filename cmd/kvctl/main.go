@@ -41,13 +41,20 @@ const (
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	context.AfterFunc(ctx, stop) // a second signal ends what does not heed the first
 	err := newRoot().ExecuteContext(ctx)
+	if ctx.Err() != nil && errors.Is(err, context.Canceled) {
+		err = fmt.Errorf("%w: %w", errInterrupted, err)
+	}
 	stop()
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "kvctl:", err)
 		os.Exit(exitCode(err))
 	}
 }
+
+// errInterrupted: a signal came before the command was done.
+var errInterrupted = errors.New("interrupted")
 
 // usageError marks what the user wrote wrongly.
 type usageError struct{ error }
@@ -59,6 +66,8 @@ func usagef(format string, args ...any) error { return usageError{fmt.Errorf(for
 func exitCode(err error) int {
 	var usage usageError
 	switch {
+	case errors.Is(err, errInterrupted):
+		return exitFailed
 	case errors.Is(err, errProblems):
 		return exitProblems
 	case errors.Is(err, errDegraded):
@@ -107,10 +116,11 @@ func newRoot() *cobra.Command {
 		Long: `kvctl reads and writes keys of a kvd cluster and shows its state. One endpoint is enough:
 the other nodes are learnt from it.
 
-Exit codes: 0 success, 1 failed, 2 usage (also: empty or long key, large value), 3 not found
-(key or namespace), 4 conflict, 5 unavailable, 6 denied (also: another cluster), 7 outcome
-unknown (the write may have been applied), 8 exhausted (memory, disk or queue), 9 doctor found
-problems, 10 the cluster is degraded (cluster health).`,
+Exit codes: 0 success, 1 failed (also: interrupted, or not agreed to), 2 usage (also: empty or
+long key, large value), 3 not found (key, namespace, shard or node), 4 conflict (also: the state of
+the cluster does not allow it), 5 unavailable, 6 denied (also: another cluster), 7 outcome unknown
+(the write may have been applied), 8 exhausted (memory, disk or queue), 9 doctor found problems,
+10 the cluster is degraded (cluster health).`,
 		Example: `  kvctl put greeting hello
   kvctl get greeting
   kvctl put model.bin --file ./model.bin --if-absent

@@ -186,7 +186,7 @@ func agree(cmd *cobra.Command, yes bool, question string) error {
 		return err
 	}
 	if a := strings.ToLower(strings.TrimSpace(line)); a != "y" && a != "yes" {
-		return usagef("nothing was done")
+		return errors.New("nothing was done")
 	}
 	return nil
 }
@@ -211,13 +211,28 @@ func (l *leaving) define(cmd *cobra.Command) {
 	cmd.Flags().BoolVarP(&l.yes, "yes", "y", false, "do not ask")
 }
 
+// find is what the cluster knows of the node. It lets a learn where the others are, too:
+// the one that was asked may be the one that leaves.
+func (l *leaving) find(ctx context.Context, a *client.Admin) (*kvdv1.NodeRecord, error) {
+	list, err := a.Members(ctx)
+	if err != nil {
+		return nil, err
+	}
+	for _, m := range list {
+		if m.GetNode().GetNodeId() == l.node {
+			return m.GetNode(), nil
+		}
+	}
+	return nil, fmt.Errorf("%w: there never was a node %d: kvctl members lists them", client.ErrNotFound, l.node)
+}
+
 // awaitEmpty shows the progress until the node has nothing any more.
-func (l *leaving) awaitEmpty(ctx context.Context, cmd *cobra.Command, a *client.Admin) error {
-	ctx, cancel := context.WithTimeout(ctx, l.wait)
+func (l *leaving) awaitEmpty(parent context.Context, cmd *cobra.Command, a *client.Admin) error {
+	ctx, cancel := context.WithTimeout(parent, l.wait)
 	defer cancel()
 	out := cmd.ErrOrStderr()
 	var bar *progressbar.ProgressBar
-	most, said := -1, time.Time{}
+	most, said, failed := -1, time.Time{}, time.Time{}
 	for {
 		left, problem, err := l.look(ctx, a)
 		if errors.Is(err, errNotSafe) {
@@ -240,10 +255,19 @@ func (l *leaving) awaitEmpty(ctx context.Context, cmd *cobra.Command, a *client.
 				said = time.Now()
 				fmt.Fprintf(out, "node %d: %d of %d left%s\n", l.node, left, most, problem)
 			}
+		} else if ctx.Err() == nil && time.Since(failed) >= sayEvery {
+			failed = time.Now()
+			if bar != nil {
+				_ = bar.Clear()
+			}
+			fmt.Fprintf(out, "node %d: how far it is, is not known now: %v\n", l.node, err)
 		}
 		select {
 		case <-time.After(300 * time.Millisecond):
 		case <-ctx.Done():
+			if parent.Err() != nil {
+				return fmt.Errorf("%w: what was begun with node %d goes on, and kvctl members tells how far it is", errInterrupted, l.node)
+			}
 			if err != nil {
 				return fmt.Errorf("whether node %d is empty is not known: %w", l.node, err)
 			}
@@ -282,6 +306,9 @@ func (l *leaving) look(ctx context.Context, a *client.Admin) (left int, problem 
 			problem = ": " + lacks
 		}
 	}
+	if left == 0 {
+		return 0, "", nil
+	}
 	if r, err := a.Rebalance(call, true); err == nil && len(r.GetProblems()) > 0 {
 		problem += ": " + strings.Join(r.GetProblems(), "; ")
 	}
@@ -295,8 +322,9 @@ func newDrain(s *settings) *cobra.Command {
 		Use:   "drain NODE",
 		Short: "Move leaders and replicas away from a node",
 		Long: `Has the leaders and then the replicas of NODE moved to others, and waits until it has none: then it is
-safe to stop, for the cluster's own group too. It stays a member, gets nothing new, and with --undo its share again. Where the other
-nodes are too few to hold all replicas this is refused; with --leaders-only replicas stay, which is
+safe to stop, for the cluster's own group too. It stays a member, gets nothing new, and with --undo its
+share again. Where the other nodes are too few to hold all replicas this is refused (exit code 4); with
+--leaders-only replicas stay, which is
 what a restart needs. Clients notice nothing. Wants an operator's token.`,
 		Example: `  kvctl drain 3
   kvctl drain 3 --leaders-only --yes && ssh node3 systemctl restart kvd && kvctl drain 3 --undo`,
@@ -318,6 +346,13 @@ what a restart needs. Clients notice nothing. Wants an operator's token.`,
 				}
 			}
 			return s.withAdmin(cmd.Context(), func(ctx context.Context, a *client.Admin) error {
+				n, err := l.find(ctx, a)
+				if err != nil {
+					return err
+				}
+				if n.GetState() == kvdv1.NodeState_NODE_STATE_GONE {
+					return fmt.Errorf("%w: node %d has left the cluster, and its id is never used again: with an empty directory and --join it comes back under another", client.ErrConflict, l.node)
+				}
 				if err := a.Drain(ctx, l.node, client.DrainOptions{LeadersOnly: l.leaders, Undo: undo}); err != nil {
 					return err
 				}
@@ -344,8 +379,8 @@ func newDecommission(s *settings) *cobra.Command {
 		Short: "Take a node out of the cluster for good",
 		Long: `Has everything that NODE holds moved to others, and then has it leave. A node that is lost is taken out
 in the same way: what it held is made anew from the other replicas. Its id is never used again; with
-an empty directory and --join it comes back under another. It can not be undone, and is refused where
-the nodes that are left are too few to hold all replicas. Wants an operator's token.`,
+an empty directory and --join it comes back under another. It can not be undone, and is refused (exit code 4)
+where the nodes that are left are too few to hold all replicas. To repeat it does no harm. Wants an operator's token.`,
 		Example: `  kvctl decommission 3 --yes`,
 		Args:    exactArgs("NODE"),
 		RunE: func(cmd *cobra.Command, args []string) (err error) {
@@ -356,6 +391,13 @@ the nodes that are left are too few to hold all replicas. Wants an operator's to
 				return err
 			}
 			return s.withAdmin(cmd.Context(), func(ctx context.Context, a *client.Admin) error {
+				n, err := l.find(ctx, a)
+				if err != nil {
+					return err
+				}
+				if n.GetState() == kvdv1.NodeState_NODE_STATE_GONE {
+					return s.sayNode(cmd, l.node, "gone already")
+				}
 				if err := a.Decommission(ctx, l.node); err != nil {
 					return err
 				}
@@ -375,10 +417,10 @@ the nodes that are left are too few to hold all replicas. Wants an operator's to
 
 func (s *settings) sayNode(cmd *cobra.Command, node uint64, state string) error {
 	if s.output == "json" {
-		return printJSON(cmd.OutOrStdout(), map[string]any{"node": node, "state": state})
+		return printJSON(cmd.OutOrStdout(), map[string]any{"node": node, "state": strings.TrimSuffix(state, " already")})
 	}
 	words := map[string]string{
-		"drained": "is drained: it is safe to stop", "gone": "has left the cluster; its id is never used again",
+		"drained": "is drained: it is safe to stop", "gone": "has left the cluster; its id is never used again", "gone already": "has left the cluster already; its id is never used again",
 		"draining": "is being drained", "decommissioned": "is leaving", "active": "is active again",
 	}
 	_, err := fmt.Fprintf(cmd.OutOrStdout(), "node %d %s\n", node, words[state])

@@ -26,6 +26,7 @@ const (
 	restoreParallel = 8
 	// restoreChunk is how many keys go to a shard by one call.
 	restoreChunk = 4096
+	readSize     = 1 << 20
 )
 
 func newRestore(s *settings) *cobra.Command {
@@ -71,6 +72,7 @@ type restoreRun struct {
 	parallel     int
 
 	in       *bufio.Reader
+	below    *endingReader   // of in
 	file     *os.File        // nil: what comes can be read once only
 	summary  *backup.Summary // nil: not verified yet
 	progress *progress
@@ -97,6 +99,9 @@ func (s *settings) restore(cmd *cobra.Command, name string, r *restoreRun) error
 	defer r.progress.finish()
 	if r.file != nil || r.dryRun {
 		if err := r.verify(); err != nil {
+			if cmd.Context().Err() != nil {
+				err = errInterrupted
+			}
 			return fmt.Errorf("restore: %s: %w; nothing was changed", name, err)
 		}
 	}
@@ -112,6 +117,9 @@ func (s *settings) restore(cmd *cobra.Command, name string, r *restoreRun) error
 		return r.run(ctx)
 	})
 	if err != nil {
+		if cmd.Context().Err() != nil && !errors.Is(err, errInterrupted) {
+			err = fmt.Errorf("%w; nothing was changed", errInterrupted)
+		}
 		return fmt.Errorf("restore: %w", err)
 	}
 	r.progress.finish()
@@ -120,7 +128,7 @@ func (s *settings) restore(cmd *cobra.Command, name string, r *restoreRun) error
 
 func (r *restoreRun) open(cmd *cobra.Command, name string) error {
 	if name == "-" {
-		r.in = bufio.NewReaderSize(cmd.InOrStdin(), 1<<20)
+		r.read(cmd.Context(), cmd.InOrStdin())
 		return nil
 	}
 	f, err := os.Open(name)
@@ -134,11 +142,16 @@ func (r *restoreRun) open(cmd *cobra.Command, name string) error {
 	case info.IsDir():
 		return errors.Join(usagef("%s is a directory: want a file that kvctl backup wrote", name), f.Close())
 	}
-	r.in = bufio.NewReaderSize(f, 1<<20)
+	r.read(cmd.Context(), f)
 	if info.Mode().IsRegular() {
 		r.file = f
 	}
 	return nil
+}
+
+func (r *restoreRun) read(ctx context.Context, from io.Reader) {
+	r.below = &endingReader{ctx: ctx, r: from}
+	r.in = bufio.NewReaderSize(r.below, readSize)
 }
 
 // verify reads the whole file and goes back to its beginning.
@@ -161,7 +174,7 @@ func (r *restoreRun) verify() (err error) {
 	if _, err := r.file.Seek(0, io.SeekStart); err != nil {
 		return err
 	}
-	r.in.Reset(r.file)
+	r.read(r.below.ctx, r.file)
 	return nil
 }
 
@@ -214,6 +227,7 @@ func (r *restoreRun) run(ctx context.Context) error {
 	r.progress.setTotal(total)
 	puts, pctx := errgroup.WithContext(ctx)
 	puts.SetLimit(r.parallel)
+	r.below.ctx = pctx // there is nothing to wait for once a put has failed
 	readErr := func() error {
 		for pctx.Err() == nil {
 			rec, err := x.Next()
@@ -230,8 +244,11 @@ func (r *restoreRun) run(ctx context.Context) error {
 		return nil
 	}()
 	err = puts.Wait()
-	if err = errors.Join(err, readErr); err == nil {
-		err = ctx.Err()
+	if err == nil || !errors.Is(readErr, context.Canceled) {
+		err = errors.Join(err, readErr)
+	}
+	if ctx.Err() != nil {
+		err = errInterrupted
 	}
 	if err != nil {
 		return r.unfinished(err)
@@ -322,7 +339,11 @@ func (r *restoreRun) unfinished(err error) error {
 	if errors.Is(err, backup.ErrDamaged) || errors.Is(err, backup.ErrTruncated) {
 		advice = "throw the cluster away, or complete it with --continue and a whole copy of the backup"
 	}
-	return fmt.Errorf("%w; the cluster is left with a part of the backup: %s, and %d keys put: %s", err, where, r.sum.GetApplied()+r.sum.GetSame(), advice)
+	counts := fmt.Sprintf("%d keys put", r.sum.GetApplied())
+	if n := r.sum.GetSame() + r.sum.GetOther(); n > 0 {
+		counts += fmt.Sprintf(" (%d were there already)", n)
+	}
+	return fmt.Errorf("%w; the cluster is left with a part of the backup: %s, and %s: %s", err, where, counts, advice)
 }
 
 func (s *settings) printRestored(cmd *cobra.Command, r *restoreRun, took time.Duration) error {
