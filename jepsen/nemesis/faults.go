@@ -19,7 +19,7 @@ import (
 // Runner makes planned faults happen.
 type Runner struct {
 	Env *env.Env
-	Ctl *worker.Worker // a worker that is never cut off
+	Ctl Control
 	// Record takes each fault when it has ended.
 	Record func(history.Fault)
 	Say    func(format string, args ...any)
@@ -28,6 +28,33 @@ type Runner struct {
 	fills uint64 // names the keys of bulk; the process lane alone uses it
 	// quiet keeps other lanes than that of membership from beginning a fault: see await.
 	quiet atomic.Bool
+	net   network // nil: that of Env
+}
+
+// Control asks and orders the cluster: a worker that is never cut off.
+type Control interface {
+	Status() (*worker.Status, error)
+	Transfer(worker.Transfer) error
+	Fill(worker.Fill) (int, error)
+	Members() ([]worker.Member, error)
+	Drain(worker.Drain) error
+	Moving() (int, error)
+}
+
+// network is what can be cut, and tells whether it is.
+type network interface {
+	Cut(cause string, cuts []env.Cut) error
+	VerifyCuts(except ...string) error
+	Dropped() (uint64, error)
+	Link(host string, up bool) error
+	Reachable(from, to string) bool
+}
+
+func (r *Runner) network() network {
+	if r.net != nil {
+		return r.net
+	}
+	return r.Env
 }
 
 // installs is what a node logs when it begins to install a snapshot.
@@ -435,22 +462,22 @@ func (r *Runner) oom(ctx context.Context, e Event, n *env.Node, f *history.Fault
 const laneCause = "nemesis"
 
 func (r *Runner) cut(ctx context.Context, e Event, f *history.Fault, cuts []env.Cut) error {
-	if err := r.Env.Cut(laneCause, cuts); err != nil {
+	if err := r.network().Cut(laneCause, cuts); err != nil {
 		return err
 	}
-	verr := r.Env.VerifyCuts()
-	before, err := r.Env.Dropped() // the probes' own packets are behind us
+	verr := r.network().VerifyCuts()
+	before, err := r.network().Dropped() // the probes' own packets are behind us
 	if err != nil {
 		return err
 	}
 	pause(ctx, e.For)
-	after, err := r.Env.Dropped()
+	after, err := r.network().Dropped()
 	if err != nil {
 		return err
 	}
 	f.Seen = verr == nil && after > before
 	f.Detail += fmt.Sprintf("%d ways cut, each probed; %d packets dropped", len(cuts), after-before)
-	return errors.Join(verr, r.Env.Cut(laneCause, nil), r.Env.VerifyCuts())
+	return errors.Join(verr, r.network().Cut(laneCause, nil), r.network().VerifyCuts())
 }
 
 func (r *Runner) flap(ctx context.Context, e Event, id uint64, f *history.Fault) error {
@@ -458,19 +485,19 @@ func (r *Runner) flap(ctx context.Context, e Event, id uint64, f *history.Fault)
 	host := hostOf(id)
 	downs, seen := 0, 0
 	for end := time.Now().Add(e.For); time.Now().Before(end) && ctx.Err() == nil; downs++ {
-		if err := r.Env.Link(host, false); err != nil {
+		if err := r.network().Link(host, false); err != nil {
 			return err
 		}
-		if !r.Env.Reachable(env.Control, host) {
+		if !r.network().Reachable(env.Control, host) {
 			seen++
 		}
 		pause(ctx, time.Duration(50+rng.IntN(450))*time.Millisecond)
-		if err := r.Env.Link(host, true); err != nil {
+		if err := r.network().Link(host, true); err != nil {
 			return err
 		}
 		pause(ctx, time.Duration(100+rng.IntN(500))*time.Millisecond)
 	}
 	f.Seen = seen > 0
 	f.Detail += fmt.Sprintf("down %d times, seen %d times", downs, seen)
-	return r.Env.VerifyCuts()
+	return r.network().VerifyCuts()
 }
