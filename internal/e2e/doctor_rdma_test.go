@@ -15,7 +15,7 @@ import (
 // TestRDMADoctor: the device, its addresses and the READs by it are on the page.
 func TestRDMADoctor(t *testing.T) {
 	c := rdmaNodes(t)
-	args := []string{"--endpoints", strings.Join(c.Endpoints(), ","), "--timeout", "60s", "-o", "json", "doctor", "--reads", "100", "--rdma-devices", "rxe*"}
+	args := []string{"--endpoints", strings.Join(c.Endpoints(), ","), "--timeout", "100s", "--connect-timeout", "30s", "-o", "json", "doctor", "--reads", "100", "--rdma-devices", "rxe*"}
 	r := diagnosed(t, command{bin: kvctlBin, args: args, limit: 2 * time.Minute}.run(t))
 	require.True(t, r.RDMA.Usable, r.RDMA.Verdict)
 	require.Contains(t, r.Host.Devices, "rxe0")
