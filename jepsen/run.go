@@ -278,14 +278,35 @@ func (r *run) clientSpecs(host string, vias []string, hosts int) []worker.Client
 	return out
 }
 
+// startCluster starts nodes and clients, and waits until they work. A node that ends
+// meanwhile is told of at once, with its last words: nothing would come of waiting.
 func (r *run) startCluster(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()
+	ctx, ended := context.WithCancelCause(ctx)
+	var watchers sync.WaitGroup
+	defer watchers.Wait()
+	defer ended(nil)
 	for _, n := range r.env.InUse() {
 		if err := n.Start(); err != nil {
 			return err
 		}
+		watchers.Go(func() {
+			select {
+			case <-n.Ended():
+				ended(errors.New(strings.Join(n.Crashes(), "; ")))
+			case <-ctx.Done():
+			}
+		})
 	}
+	err := r.startClients(ctx)
+	if cause := context.Cause(ctx); err != nil && cause != nil && !errors.Is(cause, context.DeadlineExceeded) && !errors.Is(cause, context.Canceled) {
+		return fmt.Errorf("the cluster does not begin to work: %w", cause) // of which the error is but a sequel
+	}
+	return err
+}
+
+func (r *run) startClients(ctx context.Context) error {
 	vias := r.readers()
 	var err error
 	if r.ctl, err = r.startWorker(ctx, env.Control, []worker.ClientConfig{{Name: "ctl", Transport: "grpc"}}); err != nil {

@@ -38,11 +38,9 @@ func TestCrashes(t *testing.T) {
 	require.False(t, e.CanCut())
 	require.Error(t, e.Cut("a", []Cut{{"n1", Control}}))
 	n := e.Node(1)
+	require.Nil(t, n.Ended())
 	require.NoError(t, n.Start())
-	n.mu.Lock()
-	done := n.mu.done
-	n.mu.Unlock()
-	<-done
+	<-n.Ended()
 	require.Len(t, n.Crashes(), 1)
 	require.Contains(t, n.Crashes()[0], "ended by itself")
 	require.Zero(t, n.PID())

@@ -94,6 +94,14 @@ func (n *Node) Claim() (release func()) {
 	return n.claim.Unlock
 }
 
+// Ended is closed when the process that was started last has ended; nil: none ever was. If
+// nobody had ordered that, Crashes tells of it by then.
+func (n *Node) Ended() <-chan struct{} {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.mu.done
+}
+
 // InUse tells whether the node is part of the cluster, or on its way there.
 func (n *Node) InUse() bool {
 	n.mu.Lock()

@@ -66,6 +66,7 @@ func Start(ctx context.Context, cfg Config, cmd *exec.Cmd, start func(*exec.Cmd)
 		err = errors.New(r.Err)
 	case <-ctx.Done():
 		err = ctx.Err()
+		_ = cmd.Process.Kill() // it has nothing to end in order, and would dial on
 	}
 	return nil, errors.Join(fmt.Errorf("worker %s is not ready: %w", cfg.Name, err), w.Close())
 }
