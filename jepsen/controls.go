@@ -96,7 +96,7 @@ func (f *flags) runControls(cmd *cobra.Command) error {
 		if c.pkg != "" {
 			got = c.byTest(cmd.Context())
 		} else {
-			got = c.byRun(cmd, &one)
+			got = c.byRun(&one, func() (*outcome, error) { return one.once(cmd) })
 		}
 		got.took = time.Since(began)
 		if got.err != nil {
@@ -139,15 +139,16 @@ func controlNames() []string {
 	return names
 }
 
-// byRun runs seed after seed until the judge finds a violation or time is up.
-func (c control) byRun(cmd *cobra.Command, f *flags) caught {
+// byRun runs seed after seed until the judge finds a violation or time is up. once makes
+// a run of f.
+func (c control) byRun(f *flags, once func() (*outcome, error)) caught {
 	f.workload, f.nemesis, f.transport, f.length, f.shards = c.workload, c.nemesis, c.transport, controlTime, defaultShards(c.workload, nil)
 	if c.set != nil {
 		c.set(f)
 	}
 	for began := time.Now(); ; f.seed++ {
 		got := caught{repeat: fmt.Sprintf("go run ./jepsen --control %s --seed %d", c.variant, f.seed)}
-		o, err := f.once(cmd)
+		o, err := once()
 		switch {
 		case err != nil:
 			got.err = err
