@@ -204,11 +204,26 @@ func TestGetsDuringStops(t *testing.T) {
 	require.Equal(t, 2, duringStops(h))
 }
 
+// A variant that is caught too late is not caught, and no run begins that would be too late.
+func TestControlsInTime(t *testing.T) {
+	in := caught{by: "a test"}.within(controlLimit)
+	require.NoError(t, in.err)
+	require.Equal(t, controlLimit, in.took)
+	late := caught{by: "a test"}.within(controlLimit + time.Second)
+	require.ErrorContains(t, late.err, "caught by a test, but only after 121 s: want at most 120 s")
+	missed := caught{err: os.ErrNotExist}.within(2 * controlLimit)
+	require.ErrorIs(t, missed.err, os.ErrNotExist, "it was not caught at all")
+	require.True(t, another(controlLimit-controlTime, controlTime))
+	require.False(t, another(controlLimit-controlTime, controlTime+1))
+}
+
 func TestBadFlags(t *testing.T) {
+	good := saved(t, func(*history.Header, []*history.Op, *history.End) {})
 	for _, args := range [][]string{
 		{"--workload", "bank"}, {"--nemesis", "rain"}, {"--transport", "pigeon"}, {"--nodes", "4"}, {"--keys", "0"},
-		{"--time", "0s"}, {"--min-size", "1"}, {"--net", "moon"}, {"--rate", "-1"}, {"--judge", "/does/not/exist"},
-		{"--plan", "--time", "2s"}, {"--addresses", "10.0.0.1,10.0.0.2"}, {"--addresses", "10.0.0.1,10.0.0.2,10.0.0.3", "--net", "namespaces"},
+		{"--time", "0s"}, {"--min-size", "1"}, {"--net", "moon"}, {"--rate", "-1"}, {"--rate", "NaN"}, {"--rate", "Inf"}, {"--judge", "/does/not/exist"},
+		{"--plan", "--time", "2s"}, {"--judge", good, "--control", "all"}, {"--judge", good, "--plan"}, {"--control", "all", "--plan"},
+		{"--addresses", "10.0.0.1,10.0.0.2"}, {"--addresses", "10.0.0.1,10.0.0.2,10.0.0.3", "--net", "namespaces"},
 	} {
 		cmd := newCommand()
 		cmd.SetArgs(args)

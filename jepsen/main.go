@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"os"
 	"os/signal"
 	"path/filepath"
@@ -141,6 +142,7 @@ func newCommand() *cobra.Command {
 	fs.DurationVar(&f.checkTimeout, "check-timeout", 60*time.Second, "how long the checker may think about one key; longer is a verdict UNKNOWN")
 	fs.StringVar(&f.control, "control", "", "show that broken variants of kvd are caught: all, or some of "+strings.Join(controlNames(), ","))
 	fs.BoolVar(&f.plan, "plan", false, "print the faults that the seed means, and do nothing")
+	cmd.MarkFlagsMutuallyExclusive("judge", "control", "plan")
 	cmd.AddCommand(newWorker(), newBallast())
 	return cmd
 }
@@ -164,8 +166,8 @@ func (f *flags) validate() error {
 	if f.nodes != 3 && f.nodes != 5 {
 		bad("--nodes %d: want 3 or 5", f.nodes)
 	}
-	if f.shards < 0 || f.concurrency < 1 || f.keys < 1 || f.rate < 0 || f.length <= 0 || f.opTimeout <= 0 {
-		bad("--concurrency, --keys, --time and --op-timeout: want more than 0; --shards and --rate: at least 0")
+	if f.shards < 0 || f.concurrency < 1 || f.keys < 1 || !(f.rate >= 0) || math.IsInf(f.rate, 0) || f.length <= 0 || f.opTimeout <= 0 {
+		bad("--concurrency, --keys, --time and --op-timeout: want more than 0; --shards and --rate: at least 0, and a number")
 	}
 	if f.minSize < worker.MinSize || f.maxSize < f.minSize || f.maxSize > 1<<20 {
 		bad("--min-size %d, --max-size %d: want %d <= min <= max <= 1 MiB", f.minSize, f.maxSize, worker.MinSize)
