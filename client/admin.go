@@ -24,6 +24,7 @@ type Admin struct {
 	mu      struct {
 		sync.Mutex
 		members map[uint64]string // addresses by node id
+		cluster string            // that the endpoints agreed on; "": not asked yet
 	}
 }
 
@@ -37,7 +38,8 @@ type NodeStatus struct {
 
 // DialAdmin opens an Admin. It makes no connection yet. Of cfg only Endpoints,
 // ClusterID, the timeouts, Token and TLS matter. With a ClusterID nothing is asked of a
-// node of another cluster, nor changed there: that is an ErrWrongCluster.
+// node of another cluster, nor changed there: that is an ErrWrongCluster. Without one the
+// endpoints are asked at the first call, as by Dial, and must be of one cluster.
 func DialAdmin(cfg Config) (*Admin, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, err
@@ -139,9 +141,9 @@ func (a *Admin) statusOf(ctx context.Context, addr string) (*kvdv1.StatusRespons
 	if err != nil {
 		return nil, rpcFailed(addr, err)
 	}
-	if a.cfg.ClusterID != "" && resp.GetClusterId() != a.cfg.ClusterID {
+	if want := a.want(); want != "" && resp.GetClusterId() != want {
 		return nil, &rpcError{class: ErrWrongCluster, text: fmt.Sprintf("node at %s: %v: it is of cluster %s: want %s",
-			addr, ErrWrongCluster, resp.GetClusterId(), a.cfg.ClusterID)}
+			addr, ErrWrongCluster, resp.GetClusterId(), want)}
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -251,7 +253,10 @@ func (a *Admin) atFor(ctx context.Context, addr string, limit time.Duration, f f
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	// What an operator asks for does not say of which cluster, so the node is asked first.
-	if a.cfg.ClusterID != "" {
+	if err := a.adopt(ctx); err != nil {
+		return err
+	}
+	if a.want() != "" {
 		if _, err := a.statusOf(ctx, addr); err != nil {
 			return err
 		}

@@ -110,6 +110,59 @@ func (ids *identities) differ() error {
 		"%v: the endpoints are of %d clusters: %s: give the endpoints of one, or the id of the one that is wanted", ErrWrongCluster, len(by), strings.Join(parts, "; "))}
 }
 
+// want is the id of the cluster that an operator means; "": not known.
+func (a *Admin) want() string {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return cmp.Or(a.cfg.ClusterID, a.mu.cluster)
+}
+
+// adopt takes what all endpoints that answer are of for the cluster that is meant. It is an
+// ErrWrongCluster where they are of several.
+func (a *Admin) adopt(ctx context.Context) error {
+	if a.want() != "" || len(a.cfg.Endpoints) < 2 {
+		return nil
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	began := time.Now()
+	answers := make(chan NodeStatus, len(a.cfg.Endpoints))
+	for _, addr := range a.cfg.Endpoints {
+		go func() { // ends with ctx, at the latest
+			st, err := a.statusOf(ctx, addr)
+			answers <- NodeStatus{Address: addr, Status: st, Err: err}
+		}()
+	}
+	ids := &identities{}
+	ids.mu.of = map[string]string{}
+	enough := time.NewTimer(a.cfg.ConnectTimeout)
+	defer enough.Stop()
+	for left := len(a.cfg.Endpoints); left > 0; left-- {
+		select {
+		case s := <-answers:
+			if id := s.Status.GetClusterId(); s.Err == nil && id != "" {
+				if len(ids.mu.of) == 0 {
+					enough.Reset(min(max(strayWait, 2*time.Since(began)), a.cfg.DialTimeout/10))
+				}
+				ids.mu.of[s.Address] = id
+			}
+			continue
+		case <-enough.C:
+		case <-ctx.Done():
+		}
+		break
+	}
+	if err := ids.differ(); err != nil {
+		return err
+	}
+	for _, id := range ids.mu.of {
+		a.mu.Lock()
+		a.mu.cluster = id
+		a.mu.Unlock()
+	}
+	return nil
+}
+
 // stray logs, once for each, that a node of another cluster is at an address. It is not
 // used.
 func (c *Client) stray(addr, id string) {

@@ -92,3 +92,34 @@ func TestDialDoesNotWaitForStrays(t *testing.T) {
 	require.ErrorIs(t, err, ErrWrongCluster)
 	require.Zero(t, stray.admin)
 }
+
+// What an operator asks for goes to one cluster too, and with endpoints of two to none.
+func TestAdminOfTwoClusters(t *testing.T) {
+	mine := newFakeCluster(t, fakeOptions{nodes: 3, shards: 1})
+	stray := newFakeCluster(t, fakeOptions{nodes: 3, shards: 1, id: "stray"})
+	asked := func(c *fakeCluster) int {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		return c.admin
+	}
+	ctx := ctxFor(t, time.Minute)
+	both, err := DialAdmin(Config{Endpoints: []string{stray.nodes[0].addr, mine.nodes[0].addr}})
+	require.NoError(t, err)
+	defer func() { require.NoError(t, both.Close()) }()
+	_, err = both.CreateNamespace(ctx, NamespaceSpec{Name: "train"})
+	require.ErrorIs(t, err, ErrWrongCluster)
+	require.ErrorContains(t, err, "cluster fake at "+mine.nodes[0].addr+"; cluster stray at "+stray.nodes[0].addr)
+	require.Zero(t, asked(mine)+asked(stray))
+
+	// One that answers too late to be refused is asked for nothing either.
+	stray.held = make(chan struct{})
+	late, err := DialAdmin(Config{Endpoints: []string{stray.nodes[0].addr, mine.nodes[0].addr}, ConnectTimeout: time.Second, CallTimeout: 20 * time.Second})
+	require.NoError(t, err)
+	defer func() { require.NoError(t, late.Close()) }()
+	_, err = late.CreateNamespace(ctx, NamespaceSpec{Name: "train"})
+	require.NoError(t, err)
+	close(stray.held)
+	_, err = late.CreateNamespace(ctx, NamespaceSpec{Name: "again"})
+	require.ErrorIs(t, err, ErrWrongCluster)
+	require.Zero(t, asked(stray))
+}
