@@ -50,6 +50,9 @@ func runAll(ctx context.Context, parallel int, chosen []check, tell func(check, 
 	var first error
 	var mu sync.Mutex
 	var wg sync.WaitGroup
+	if parallel < 1 {
+		return fmt.Errorf("model: -parallel %d: want at least 1", parallel)
+	}
 	slots := make(chan struct{}, parallel)
 	for _, c := range chosen {
 		slots <- struct{}{}

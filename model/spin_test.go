@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"os"
 	"regexp"
 	"testing"
@@ -83,5 +84,13 @@ func TestVariants(t *testing.T) {
 	}
 	for word := range inModel {
 		require.True(t, checked[word], "%s of %s is checked by nothing", word, modelFile)
+	}
+}
+
+// With no search at a time nothing would ever run.
+func TestParallelSearches(t *testing.T) {
+	for _, n := range []int{0, -1} {
+		err := runAll(context.Background(), n, checks[:1], func(check, result) { t.Error("nothing can have run") })
+		require.ErrorContains(t, err, "want at least 1")
 	}
 }

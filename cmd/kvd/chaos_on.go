@@ -3,6 +3,9 @@
 package main
 
 import (
+	"fmt"
+	"os"
+
 	"github.com/spf13/pflag"
 
 	"github.com/kvd-io/kvd/internal/chaos"
@@ -25,6 +28,11 @@ func (s *chaosSettings) define(fs *pflag.FlagSet) {
 
 // begin puts disk and clock of the node under orders.
 func (s *chaosSettings) begin(cfg *server.Config) (stop func(), err error) {
+	// The variants were switched before there were settings: another value here would be
+	// logged and not kept.
+	if set := os.Getenv(chaos.EnvBreak); s.broken != set {
+		return nil, usageError{fmt.Errorf("--chaos-break %q: it is read from the environment only, where %s is %q: set that instead", s.broken, chaos.EnvBreak, set)}
+	}
 	cfg.Logger.Warn("this program was built to be broken: it is for tests alone", "broken", s.broken, "socket", s.socket)
 	if s.socket == "" {
 		return func() {}, nil

@@ -33,7 +33,29 @@ var processors int
 func TestMain(m *testing.M) {
 	// One goroutine at a time: see DESIGN.md.
 	processors = runtime.GOMAXPROCS(1)
+	flag.Parse()
+	if err := checkSeeds(*seedsFlag); err != nil {
+		fmt.Fprintln(os.Stderr, "sim:", err)
+		os.Exit(2)
+	}
 	os.Exit(m.Run())
+}
+
+// checkSeeds: no seed would be a pass that shows nothing.
+func checkSeeds(n int) error {
+	if n < 1 {
+		return fmt.Errorf("-seeds %d: want at least 1", n)
+	}
+	return nil
+}
+
+func TestNoSeedIsNoPass(t *testing.T) {
+	require.NoError(t, checkSeeds(1))
+	for _, n := range []string{"0", "-1"} {
+		out, err := exec.Command(os.Args[0], "-test.run", "^TestSim$", "-seeds", n).CombinedOutput()
+		require.Error(t, err, "%s", out)
+		require.Contains(t, string(out), "-seeds "+n+": want at least 1")
+	}
 }
 
 // found are seeds that showed something once.
