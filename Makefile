@@ -38,6 +38,8 @@ JEPSEN_TIME ?= 160s
 JEPSEN_ARGS ?=
 # The faults of jepsen-smoke: those that happen within seconds.
 SMOKE_FAULTS ?= kill,stop,transfer,halves,one-way,isolate-leader
+# From this seed on the seven runs have each of them (a test looks).
+SMOKE_SEED ?= 134
 # The broken variants that chaos has the simulator catch: those that take a few seeds.
 CHAOS_VARIANTS ?= engine-ahead,retry-twice,forget-term,term-after-message,evict-unmarked,checksum-ignored,no-confirmation,served-early
 # How test results are summed up; CI adds -skips=fail and -totals.
@@ -125,7 +127,7 @@ jepsen: ## an hour of faults on real processes, judged (see jepsen/README.md; be
 
 .PHONY: jepsen-smoke
 jepsen-smoke: build ## the same for seconds: every workload, with readers over shm, tcp and gRPC
-	$(GO) run ./jepsen --workload all --transport mixed --nemesis $(SMOKE_FAULTS) --time 5s --kvd-bin bin/kvd $(JEPSEN_ARGS)
+	$(GO) run ./jepsen --workload all --transport mixed --nemesis $(SMOKE_FAULTS) --seed $(SMOKE_SEED) --time 5s --kvd-bin bin/kvd $(JEPSEN_ARGS)
 
 .PHONY: model-check
 model-check: ## the model of the confirmed read: small bounds, every state, every broken variant
