@@ -53,6 +53,9 @@ func (a *actor) transport() string { return fmt.Sprintf("simnic%d", a.id) }
 func (a *actor) run(ctx context.Context) {
 	defer close(a.over)
 	cfg := client.Config{
+		// Without it Dial asks all endpoints at once what they are of, in an order that no
+		// seed decides.
+		ClusterID: a.s.manifest.GetClusterId(),
 		Transport: client.TransportAuto, Providers: []rdma.Provider{provider{a.fabric.Host(a.host()), a.transport()}},
 		HostID: a.host(), ClientName: a.host(),
 		DialTimeout: 100 * time.Millisecond, ConnectTimeout: connectTimeout, CallTimeout: callTimeout,
