@@ -16,6 +16,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	kvdv1 "github.com/kvd-io/kvd/api/kvd/v1"
 	"github.com/kvd-io/kvd/client"
 	"github.com/kvd-io/kvd/internal/devcluster"
 )
@@ -150,6 +151,30 @@ func TestGrow(t *testing.T) {
 	check(t, first, held)
 }
 
+// awaitActive waits until so many nodes may have replicas.
+func awaitActive(t testing.TB, c *cluster, nodes int) {
+	t.Helper()
+	a := c.admin(t)
+	await(t, fmt.Sprintf("%d active nodes", nodes), func() error {
+		ctx, cancel := within(patience)
+		defer cancel()
+		members, err := a.Members(ctx)
+		if err != nil {
+			return err
+		}
+		active := 0
+		for _, m := range members {
+			if m.GetNode().GetState() == kvdv1.NodeState_NODE_STATE_ACTIVE {
+				active++
+			}
+		}
+		if active != nodes {
+			return fmt.Errorf("%d of them: %v", active, members)
+		}
+		return nil
+	})
+}
+
 func succeeded(t testing.TB, r result) result {
 	t.Helper()
 	require.Zero(t, r.code, "exit code; output:\n%s", r.text())
@@ -166,6 +191,7 @@ func TestDrain(t *testing.T) {
 		cancel()
 		require.NoError(t, err)
 	}
+	awaitActive(t, c, 4) // the last may be no place for a replica yet
 	awaitVoters(t, c, 3)
 	all := c.dial(t, nil)
 	held := fill(t, all, "held", 200, 1500)
@@ -219,6 +245,7 @@ func TestKillsWhileMoving(t *testing.T) {
 		cancel()
 		require.NoError(t, err)
 	}
+	awaitActive(t, c, 4)
 	awaitVoters(t, c, 3)
 	cl := c.dial(t, nil)
 	held := fill(t, cl, "held", 200, 1500)
