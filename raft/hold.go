@@ -254,26 +254,6 @@ func (g *Group) heardLocked(m *raftpb.Message) {
 	}
 }
 
-// holdLoop sends what was held for long enough. What is held while it waits is sent with
-// the rest.
-func (h *Host) holdLoop() {
-	for {
-		select {
-		case <-h.holds.wake:
-		case <-h.done:
-			return
-		}
-		t := h.cfg.Clock.NewTimer(h.cfg.HoldDelay)
-		select {
-		case <-t.C():
-		case <-h.done:
-			t.Stop()
-			return
-		}
-		h.holdStep()
-	}
-}
-
 // holdStep sends what is held now; false: nothing is. It goes by the groups' turns, so
 // that what they send meanwhile comes behind.
 func (h *Host) holdStep() bool {

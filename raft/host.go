@@ -76,8 +76,8 @@ func (h *Host) Start() {
 	h.wg.Go(h.writer.run)
 	h.wg.Go(h.tickLoop)
 	h.wg.Go(h.truncateLoop)
-	h.wg.Go(h.lateLoop)
-	h.wg.Go(h.holdLoop)
+	h.wg.Go(func() { h.delayLoop(h.late.wake, h.cfg.CommitDelay, h.lateStep) })
+	h.wg.Go(func() { h.delayLoop(h.holds.wake, h.cfg.HoldDelay, h.holdStep) })
 	for range h.cfg.Workers {
 		h.wg.Go(h.workLoop)
 	}

@@ -5,6 +5,7 @@ import (
 	"maps"
 	"slices"
 	"sync"
+	"time"
 
 	"go.etcd.io/raft/v3/raftpb"
 )
@@ -122,23 +123,23 @@ func (g *Group) sayNothingNewLocked(answers []*raftpb.Message) bool {
 // acknowledged is the furthest that a follower told its leader of.
 type acknowledged struct{ to, term, index uint64 }
 
-// lateLoop sends what has been put off for long enough. What is put off while it waits
-// is sent with the rest, earlier than it need be.
-func (h *Host) lateLoop() {
+// delayLoop sends by step, a delay after each wake, what has been kept back. What is kept
+// back while it waits is sent with the rest, earlier than it need be.
+func (h *Host) delayLoop(wake <-chan struct{}, delay time.Duration, step func() bool) {
 	for {
 		select {
-		case <-h.late.wake:
+		case <-wake:
 		case <-h.done:
 			return
 		}
-		t := h.cfg.Clock.NewTimer(h.cfg.CommitDelay)
+		t := h.cfg.Clock.NewTimer(delay)
 		select {
 		case <-t.C():
 		case <-h.done:
 			t.Stop()
 			return
 		}
-		h.lateStep()
+		step()
 	}
 }
 

@@ -2,11 +2,41 @@ package raft
 
 import (
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"go.etcd.io/raft/v3/raftpb"
+
+	"github.com/kvd-io/kvd/internal/clock"
 )
+
+// TestDelayLoop: one step a delay after each wake, none before and none without.
+func TestDelayLoop(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := &Host{cfg: Config{Clock: clock.System}, done: make(chan struct{})}
+		wake, began := make(chan struct{}, 1), time.Now()
+		var steps []time.Duration
+		ended := make(chan struct{})
+		go func() {
+			defer close(ended)
+			h.delayLoop(wake, 3*time.Millisecond, func() bool {
+				steps = append(steps, time.Since(began))
+				return true
+			})
+		}()
+		for range 2 {
+			wake <- struct{}{}
+			<-time.After(10 * time.Millisecond)
+			synctest.Wait()
+		}
+		wake <- struct{}{}
+		close(h.done) // ends it while it waits, too
+		<-ended
+		require.Equal(t, []time.Duration{3 * time.Millisecond, 13 * time.Millisecond}, steps)
+	})
+}
 
 // TestCommitDelay: a commit alone is not sent at once; the next append carries it
 // instead, and without one it is sent when it is due.
