@@ -51,22 +51,24 @@ type Group struct {
 		reads    readers
 		handover []*transfer
 		held     heldState
-		stopped  error // why nothing more is done
+		heard    map[NodeID]uint64 // while leading: ticks, when a node said something last
+		stopped  error             // why nothing more is done
 	}
 	core *etcdraft.RawNode // guarded by mu
 }
 
 // coreState is what the last Ready said.
 type coreState struct {
-	term     uint64
-	lead     uint64
-	leadTerm uint64 // the term this replica leads, else 0
-	serving  uint64 // as published
-	last     uint64 // last index of the log, unstable part included
-	readSeq  uint64 // read rounds begun in this term
-	ticks    uint64
-	queuedHS *raftpb.HardState // last one given to the log writer
-	acked    acknowledged      // see late.go
+	term      uint64
+	lead      uint64
+	leadTerm  uint64 // the term this replica leads, else 0
+	leadSince uint64 // in ticks: when leadTerm changed
+	serving   uint64 // as published
+	last      uint64 // last index of the log, unstable part included
+	readSeq   uint64 // read rounds begun in this term
+	ticks     uint64
+	queuedHS  *raftpb.HardState // last one given to the log writer
+	acked     acknowledged      // see late.go
 }
 
 // role changes seldom and together.
@@ -109,6 +111,7 @@ func openGroup(h *Host, gc GroupConfig) (*Group, error) {
 	g.storage = newCoreStorage(g.id, h.cfg.Log, ls, st)
 	g.written.hard, g.written.truncated = ls.Hard, ls.Truncated
 	g.mu.waiters = make(map[uint64]*proposal)
+	g.mu.heard = make(map[NodeID]uint64)
 	g.mu.core.term = ls.Hard.GetTerm()
 	g.mu.core.last = ls.Last
 	g.mu.core.queuedHS = ls.Hard

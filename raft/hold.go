@@ -239,8 +239,8 @@ func (g *Group) askedLocked(m *raftpb.Message) {
 	s.asked[to] = askedAppend{m.GetEntries()[n-1].GetIndex(), g.h.cfg.Clock.Now()}
 }
 
-// heardLocked ends it.
-func (g *Group) heardLocked(m *raftpb.Message) {
+// acknowledgedLocked ends it.
+func (g *Group) acknowledgedLocked(m *raftpb.Message) {
 	from := NodeID(m.GetFrom())
 	a, ok := g.mu.held.asked[from]
 	if !ok || m.GetType() != raftpb.MsgAppResp || m.GetTerm() != g.mu.core.term {

@@ -116,7 +116,10 @@ func (g *Group) stepMessageLocked(p *pass, m *raftpb.Message) error {
 		g.h.log.Warn("raft: message dropped", "group", uint64(g.id), "err", err)
 		return nil
 	}
-	g.heardLocked(m)
+	if c := &g.mu.core; c.leadTerm != 0 && m.GetTerm() == c.leadTerm {
+		g.mu.heard[NodeID(m.GetFrom())] = c.ticks
+	}
+	g.acknowledgedLocked(m)
 	// Errors of Step are about messages of peers that are no longer members.
 	_ = g.core.Step(m)
 	return nil
@@ -131,8 +134,8 @@ func (g *Group) tickLocked() {
 	if c.leadTerm != 0 {
 		g.publishProgressLocked()
 	}
-	if c.ticks%truncateEveryTicks == 0 {
-		g.considerTruncation()
+	if c.ticks%truncateEveryTicks == 0 && (c.leadTerm == 0 || c.ticks-c.leadSince > uint64(g.h.cfg.ElectionTicks)) {
+		g.considerTruncation() // who has just begun to lead does not know yet who lives
 	}
 }
 
@@ -277,7 +280,8 @@ func (g *Group) changeLeadTermLocked(leadTerm uint64) {
 		g.h.late.dropGroup(g.id)
 		g.mu.held.clear()
 	}
-	c.leadTerm = leadTerm
+	c.leadTerm, c.leadSince = leadTerm, c.ticks
+	clear(g.mu.heard)
 	c.readSeq = 0
 	if leadTerm != 0 {
 		if chaos.Broken(chaos.ServedEarly) {

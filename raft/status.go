@@ -33,7 +33,7 @@ type FollowerProgress struct {
 	Match    uint64 // it has the log up to here
 	Next     uint64
 	Learner  bool
-	Active   bool // heard of since the last check of the quorum
+	Active   bool // heard of in this term, within the last election timeout
 	Snapshot bool // it is being sent a snapshot
 }
 
@@ -65,6 +65,14 @@ func (g *Group) publishRoleLocked(p *pass) {
 	}
 }
 
+// heardOfLocked tells whether a node said anything to this leader of late. The core's own
+// mark of that is not it: each check of the quorum takes it back from everybody, and who
+// looked just then would take all for dead.
+func (g *Group) heardOfLocked(n NodeID) bool {
+	at, ok := g.mu.heard[n]
+	return ok && g.mu.core.ticks-at <= uint64(g.h.cfg.ElectionTicks)
+}
+
 func (g *Group) publishProgressLocked() {
 	var all []FollowerProgress
 	self := uint64(g.h.cfg.NodeID)
@@ -75,7 +83,7 @@ func (g *Group) publishProgressLocked() {
 		all = append(all, FollowerProgress{
 			Node: NodeID(id), Match: pr.Match, Next: pr.Next,
 			Learner:  t == etcdraft.ProgressTypeLearner,
-			Active:   pr.RecentActive,
+			Active:   g.heardOfLocked(NodeID(id)),
 			Snapshot: pr.State == tracker.StateSnapshot,
 		})
 	})

@@ -82,7 +82,24 @@ func testConfigs(t testing.TB, nodes int, shards uint32) []Config {
 func newTestCluster(t testing.TB, cfgs []Config) *testCluster {
 	c := &testCluster{t: t, cfgs: cfgs, nodes: make([]*Node, len(cfgs)), conns: make([]*grpc.ClientConn, len(cfgs))}
 	t.Cleanup(c.stop)
+	t.Cleanup(c.tellIfFailed)
 	return c
+}
+
+// tellIfFailed logs what each node knows of the cluster's own group.
+func (c *testCluster) tellIfFailed() {
+	for i, n := range c.nodes {
+		if !c.t.Failed() || n == nil {
+			continue
+		}
+		c.t.Logf("node %d: group 0: %+v", i+1, n.host.Group(0).Status())
+		for _, r := range n.registry.nodes() {
+			c.t.Logf("node %d: knows %v", i+1, r)
+		}
+		for _, sh := range n.localShards() {
+			c.t.Logf("node %d: shard %d: %+v", i+1, sh.number, sh.g.Status())
+		}
+	}
 }
 
 func startCluster(t testing.TB, nodes int, shards uint32, change ...func(*Config)) *testCluster {
