@@ -64,7 +64,7 @@ func (c *Client) Examine(ctx context.Context, reads int) []Examination {
 func (c *Client) examine(ctx context.Context, n *node, reads int) Examination {
 	e := Examination{NodeID: n.id, Address: n.addr()}
 	s := n.sess.Load()
-	if s == nil {
+	if s == nil || s.ended.Load() { // one that has ended stays a moment
 		n.mu.Lock()
 		defer n.mu.Unlock()
 		if e.Err = n.mu.err; e.Err == nil {
