@@ -2,6 +2,7 @@ package server
 
 import (
 	"context"
+	"crypto/hmac"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -94,6 +95,43 @@ func (n *Node) loadGossipKey(clusterID string) (gossip.Key, bool, error) {
 		return gossip.DeriveKey([]byte(n.auth.peerProof), clusterID), true, nil
 	}
 	return gossip.DeriveKey([]byte("no secret"), clusterID), false, nil
+}
+
+// gossipProof shows that this node has the key of gossip from a file; nil: it has no such
+// file. A key that is derived needs none: who joins has shown the secret behind it.
+func (n *Node) gossipProof(incarnation uint64) ([]byte, error) {
+	if n.cfg.Gossip.Listen == "" || n.cfg.Gossip.KeyFile == "" {
+		return nil, nil
+	}
+	key, _, err := n.loadGossipKey("")
+	if err != nil {
+		return nil, err
+	}
+	return key.Proof(incarnation), nil
+}
+
+// checkGossipKey refuses a node that would join and then not be heard in gossip. Later a
+// node may have another key than others for a while: keys are changed node by node.
+func (n *Node) checkGossipKey(req *kvdv1.JoinRequest) error {
+	if n.cfg.Gossip.Listen == "" || !req.GetGossips() {
+		return nil
+	}
+	mine, err := n.gossipProof(req.GetNode().GetIncarnation())
+	if err != nil {
+		return failJoinLater("node %d can not read its own gossip key: %s", n.id(), err)
+	}
+	its, seen := req.GetGossipProof(), ""
+	switch {
+	case hmac.Equal(mine, its):
+		return nil
+	case len(its) == 0:
+		seen = fmt.Sprintf("node %d has a gossip-key-file, and the new node has none", n.id())
+	case len(mine) == 0:
+		seen = fmt.Sprintf("the new node has a gossip-key-file, and node %d has none", n.id())
+	default:
+		seen = fmt.Sprintf("the gossip-key-file of the new node is not that of node %d", n.id())
+	}
+	return fail(kvdv1.ErrorDetail_REASON_DENIED, "%s: give every node the same gossip-key-file. Nothing was changed", seen)
 }
 
 // openGossip listens, if this node is to gossip. The cluster must be known.

@@ -250,3 +250,45 @@ func TestGossipSettings(t *testing.T) {
 	require.Equal(t, kvdv1.LivenessState_LIVENESS_STATE_UNSPECIFIED, c.liveness(0, 3).GetState())
 	require.Equal(t, kvdv1.LivenessState_LIVENESS_STATE_UNSPECIFIED, c.liveness(2, 1).GetState())
 }
+
+// Who joins with another key of gossip than the cluster's is refused, and nothing changes.
+func TestJoinWithAnotherGossipKey(t *testing.T) {
+	dir := t.TempDir()
+	file := func(digits string) string {
+		path := filepath.Join(dir, digits)
+		require.NoError(t, os.WriteFile(path, []byte(strings.Repeat(digits, 32)), 0o600))
+		return path
+	}
+	for name, x := range map[string]struct{ cluster, joiner, says string }{
+		"another":        {file("ab"), file("cd"), "the gossip-key-file of the new node is not that of node 1"},
+		"none":           {file("ab"), "", "node 1 has a gossip-key-file, and the new node has none"},
+		"one too many":   {"", file("cd"), "the new node has a gossip-key-file, and node 1 has none"},
+		"the same":       {file("ab"), file("ab"), ""},
+		"none on either": {"", "", ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := newTestCluster(t, testConfigs(t, 1, 1))
+			c.cfgs[0].NodeID, c.cfgs[0].Peers = 0, nil
+			gossiping(&c.cfgs[0])
+			c.cfgs[0].Gossip.KeyFile = x.cluster
+			require.NoError(t, c.start(0))
+			by := c.grow(c.nodes[0].Address())
+			gossiping(&c.cfgs[by])
+			c.cfgs[by].Gossip.KeyFile = x.joiner
+			err := c.start(by)
+			if x.says == "" {
+				require.NoError(t, err)
+				c.soundsLike(0, 2, isAlive)
+				return
+			}
+			require.ErrorIs(t, err, ErrRefused)
+			require.ErrorContains(t, err, x.says)
+			require.ErrorContains(t, err, "Nothing was changed")
+			require.False(t, c.nodes[0].registry.written())
+			_, err = os.Stat(filepath.Join(c.cfgs[by].DataDir, identityFile))
+			require.ErrorIs(t, err, os.ErrNotExist)
+			c.cfgs[by].Gossip = GossipConfig{}
+			require.NoError(t, c.start(by), "a node need not gossip")
+		})
+	}
+}

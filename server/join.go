@@ -137,8 +137,11 @@ func (n *Node) join(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	req := &kvdv1.JoinRequest{Node: n.myRecord(), BootId: n.bootID}
+	req := &kvdv1.JoinRequest{Node: n.myRecord(), BootId: n.bootID, Gossips: n.cfg.Gossip.Listen != ""}
 	req.Node.Incarnation = inc
+	if req.GossipProof, err = n.gossipProof(inc); err != nil {
+		return err
+	}
 	var told string
 	var logged time.Time
 	var last error // the end of ctx left out
@@ -279,6 +282,9 @@ func (n *Node) Join(ctx context.Context, req *kvdv1.JoinRequest) (*kvdv1.JoinRes
 		return nil, errStarting
 	}
 	if err := checkJoin(req.GetNode()); err != nil {
+		return nil, err
+	}
+	if err := n.checkGossipKey(req); err != nil {
 		return nil, err
 	}
 	var resp *kvdv1.JoinResponse

@@ -5,6 +5,7 @@ import (
 	"crypto/hkdf"
 	"crypto/sha256"
 	"encoding/base64"
+	"encoding/binary"
 	"encoding/hex"
 	"fmt"
 )
@@ -40,4 +41,14 @@ func DeriveKey(secret []byte, clusterID string) (k Key) {
 	}
 	copy(k[:], b)
 	return k
+}
+
+// Proof shows to another holder of the key that this one has it too. It says nothing of
+// the key to anybody else; of a nonce, such as the incarnation of a node, there is one.
+func (k Key) Proof(nonce uint64) []byte {
+	b, err := hkdf.Key(sha256.New, k[:], binary.BigEndian.AppendUint64(nil, nonce), "kvd gossip key proof v1", sha256.Size)
+	if err != nil {
+		panic(fmt.Sprintf("gossip: proof of key: %v", err)) // bug: as above
+	}
+	return b
 }

@@ -1023,6 +1023,8 @@ type JoinRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Node          *NodeRecord            `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`                     // without id and state
 	BootId        uint64                 `protobuf:"fixed64,2,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"` // by which the node is told at its address
+	Gossips       bool                   `protobuf:"varint,3,opt,name=gossips,proto3" json:"gossips,omitempty"`
+	GossipProof   []byte                 `protobuf:"bytes,4,opt,name=gossip_proof,json=gossipProof,proto3" json:"gossip_proof,omitempty"` // that it has the key of gossip from a file; empty: it has no such file
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1069,6 +1071,20 @@ func (x *JoinRequest) GetBootId() uint64 {
 		return x.BootId
 	}
 	return 0
+}
+
+func (x *JoinRequest) GetGossips() bool {
+	if x != nil {
+		return x.Gossips
+	}
+	return false
+}
+
+func (x *JoinRequest) GetGossipProof() []byte {
+	if x != nil {
+		return x.GossipProof
+	}
+	return nil
 }
 
 type JoinResponse struct {
@@ -1717,10 +1733,12 @@ const file_kvd_v1_peer_proto_rawDesc = "" +
 	"\bchecksum\x18\x02 \x01(\x06R\bchecksum\"E\n" +
 	"\vSnapshotAck\x12\x1c\n" +
 	"\tinstalled\x18\x01 \x01(\bR\tinstalled\x12\x18\n" +
-	"\arefusal\x18\x02 \x01(\tR\arefusal\"N\n" +
+	"\arefusal\x18\x02 \x01(\tR\arefusal\"\x8b\x01\n" +
 	"\vJoinRequest\x12&\n" +
 	"\x04node\x18\x01 \x01(\v2\x12.kvd.v1.NodeRecordR\x04node\x12\x17\n" +
-	"\aboot_id\x18\x02 \x01(\x06R\x06bootId\"\xa0\x01\n" +
+	"\aboot_id\x18\x02 \x01(\x06R\x06bootId\x12\x18\n" +
+	"\agossips\x18\x03 \x01(\bR\agossips\x12!\n" +
+	"\fgossip_proof\x18\x04 \x01(\fR\vgossipProof\"\xa0\x01\n" +
 	"\fJoinResponse\x12,\n" +
 	"\bmanifest\x18\x01 \x01(\v2\x10.kvd.v1.ManifestR\bmanifest\x12\x17\n" +
 	"\anode_id\x18\x02 \x01(\x04R\x06nodeId\x12(\n" +
