@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 	"sort"
 	"strings"
 	"time"
@@ -393,16 +394,33 @@ func (n *Node) checkPeersAgree(ctx context.Context, id *identity) error {
 // incarnation of this node or belongs to another cluster, which are errors, and for
 // one that hears another boot of it: that is returned, as words for the operator. Where
 // none is heard, sure tells that nobody ran out of time.
+//
+// A stranger at one address is no reason to stay away where another peer knows this node,
+// nor where only the registry gives that address: somebody got it while its node is down.
+// Nobody of this cluster takes him for that node. Another node of this cluster may be where
+// one is looked for: it takes the place of one that has left, and this node is behind.
 func (n *Node) askPeers(ctx context.Context, id *identity) (heard string, sure bool, err error) {
 	heard, sure = n.twinAtHome(ctx, id)
+	var stranger error
+	known := false
+	strange := func(p PeerConfig, err error) {
+		if slices.ContainsFunc(n.cfg.Peers, func(c PeerConfig) bool { return c.Address == p.Address }) {
+			stranger = errors.Join(stranger, err)
+		}
+		n.log.Warn("a stranger answers where another node is looked for", "node", p.NodeID, "address", p.Address, "seen", err)
+	}
 	for _, p := range n.others() {
 		if p.Address == n.advertise {
 			continue // whoever was there, it is this node now
 		}
 		r, err := n.hello(ctx, p)
 		if self := r.GetSelf(); errors.Is(err, ErrRefused) {
-			if !n.mayBeThere(id, r) {
-				return "", false, err
+			if self.GetClusterId() != id.manifest.GetClusterId() {
+				strange(p, err)
+				continue
+			}
+			if r.GetNodesIndex() == 0 {
+				return "", false, err // the manifest alone says who there is: the peers are wrong
 			}
 			n.log.Info("another node answers where one is looked for", "node", p.NodeID, "address", p.Address, "answers", self.GetNodeId())
 			p.NodeID, err = self.GetNodeId(), nil
@@ -412,7 +430,8 @@ func (n *Node) askPeers(ctx context.Context, id *identity) (heard string, sure b
 			continue
 		}
 		if got, want := r.GetSelf().GetClusterId(), id.manifest.GetClusterId(); got != want {
-			return "", false, fmt.Errorf("%w: %s belongs to cluster %s, but node %d at %s belongs to cluster %s: correct the peers or the directory", ErrRefused, n.cfg.DataDir, want, p.NodeID, p.Address, got)
+			strange(p, fmt.Errorf("%w: %s belongs to cluster %s, but node %d at %s belongs to cluster %s: correct the peers or the directory", ErrRefused, n.cfg.DataDir, want, p.NodeID, p.Address, got))
+			continue
 		}
 		n.learn(r.GetNodesIndex(), r.GetNodes())
 		if mine := findNode(r.GetNodes(), id.nodeID); mine.GetState() == kvdv1.NodeState_NODE_STATE_GONE {
@@ -423,19 +442,15 @@ func (n *Node) askPeers(ctx context.Context, id *identity) (heard string, sure b
 		} else if got != id.incarnation() {
 			return "", false, fmt.Errorf("%w: node %d at %s remembers incarnation %016x of node %d, this directory has %016x: it is a copy or a leftover; use the directory that the cluster knows", ErrRefused, p.NodeID, p.Address, got, n.id(), id.incarnation())
 		}
+		known = true
 		if len(r.GetOtherBoots()) > 0 {
 			heard = fmt.Sprintf("heard by node %d at %s", p.NodeID, p.Address)
 		}
 	}
+	if !known && stranger != nil {
+		return "", false, stranger
+	}
 	return heard, sure, nil
-}
-
-// mayBeThere tells whether another node than the one that is looked for may answer at its
-// address. Where nodes come and go, one takes the place of one that has left, and what this
-// node knows of them may be behind. A mistake in the configuration it is where the
-// manifest alone says who there is.
-func (n *Node) mayBeThere(id *identity, r *kvdv1.HelloResponse) bool {
-	return r.GetSelf().GetClusterId() == id.manifest.GetClusterId() && r.GetNodesIndex() > 0
 }
 
 // Hello implements kvdv1.PeerServer.

@@ -158,6 +158,28 @@ func TestWipedNodeIsRefused(t *testing.T) {
 	require.NoError(t, err, "the others go on")
 }
 
+// A node of another cluster at the address of a peer that is down keeps nobody from
+// starting, as long as another peer knows who starts.
+func TestStrangerAtAPeersAddress(t *testing.T) {
+	c := startCluster(t, 3, 1)
+	c.stopNode(1)
+	c.stopNode(2)
+	stranger := testConfigs(t, 1, 1)
+	stranger[0].ListenAddr, stranger[0].Peers[0].Address = c.cfgs[2].ListenAddr, c.cfgs[2].ListenAddr
+	other := newTestCluster(t, stranger)
+	require.NoError(t, other.start(0))
+	require.NoError(t, c.start(1))
+	c.leaderOf(1)
+	_, err := c.put("key", "value", nil)
+	require.NoError(t, err)
+	// Where only the stranger answers, the peers or the directory may be wrong.
+	c.stopNode(0)
+	c.stopNode(1)
+	err = c.start(1)
+	require.ErrorIs(t, err, ErrRefused)
+	require.ErrorContains(t, err, c.cfgs[2].ListenAddr)
+}
+
 func TestTwoBootstraps(t *testing.T) {
 	c := prepareCluster(t, 2)
 	c.cfgs[1].Bootstrap = true
