@@ -134,8 +134,8 @@ func (g *Group) tickLocked() {
 	if c.leadTerm != 0 {
 		g.publishProgressLocked()
 	}
-	if c.ticks%truncateEveryTicks == 0 && (c.leadTerm == 0 || c.ticks-c.leadSince > uint64(g.h.cfg.ElectionTicks)) {
-		g.considerTruncation() // who has just begun to lead does not know yet who lives
+	if c.ticks%truncateEveryTicks == 0 {
+		g.considerTruncation()
 	}
 }
 

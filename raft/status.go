@@ -67,10 +67,11 @@ func (g *Group) publishRoleLocked(p *pass) {
 
 // heardOfLocked tells whether a node said anything to this leader of late. The core's own
 // mark of that is not it: each check of the quorum takes it back from everybody, and who
-// looked just then would take all for dead.
+// looked just then would take all for dead. Who has just begun to lead does not know yet,
+// and takes all for living.
 func (g *Group) heardOfLocked(n NodeID) bool {
-	at, ok := g.mu.heard[n]
-	return ok && g.mu.core.ticks-at <= uint64(g.h.cfg.ElectionTicks)
+	c := &g.mu.core
+	return c.ticks-max(g.mu.heard[n], c.leadSince) <= uint64(g.h.cfg.ElectionTicks)
 }
 
 func (g *Group) publishProgressLocked() {

@@ -12,8 +12,6 @@ import (
 func TestActiveFollowers(t *testing.T) {
 	m := newManual(t, 3, 1, nil)
 	m.elect(1, 0)
-	m.tick(1)
-	m.settle()
 	g := m.nodes[1].group(0)
 	active := func() map[NodeID]bool {
 		who := map[NodeID]bool{}
@@ -35,4 +33,16 @@ func TestActiveFollowers(t *testing.T) {
 		m.settle()
 	}
 	require.Equal(t, map[NodeID]bool{2: true, 3: false}, active())
+	// Who has just begun to lead gives everybody one election timeout.
+	m.nodes[1].crash(0)
+	require.NoError(t, m.nodes[3].start())
+	m.elect(2, 0)
+	g = m.nodes[2].group(0)
+	for range election {
+		m.tick(2)
+		require.Equal(t, map[NodeID]bool{1: true, 3: true}, active())
+		m.settle()
+	}
+	m.tick(2)
+	require.Equal(t, map[NodeID]bool{1: false, 3: true}, active())
 }

@@ -281,7 +281,7 @@ func (n *Node) TransferLeader(ctx context.Context, req *kvdv1.TransferLeaderRequ
 	if g == nil {
 		return nil, failNoReplica(req.GetShard())
 	}
-	if err := n.checkTransfer(ctx, g.Status(), req.GetToNode()); err != nil {
+	if err := n.checkTransfer(g.Status(), req.GetToNode()); err != nil {
 		return nil, err
 	}
 	if err := g.TransferLeader(ctx, raft.NodeID(req.GetToNode())); err != nil {

@@ -29,32 +29,7 @@ func (o operator) Shards(ctx context.Context, req *kvdv1.ShardsRequest) (*kvdv1.
 			r.Replicas = append(r.Replicas, n.describeReplica(number, m))
 		}
 	}
-	n.lookAgain(ctx, r.Replicas)
 	return r, nil
-}
-
-// lookAgain corrects what leaders say of others that they have not heard of. Raft forgets
-// whom it heard of once in each election timeout, and hears of them with the next
-// heartbeat.
-func (n *Node) lookAgain(ctx context.Context, replicas []*kvdv1.ShardReplica) {
-	looked := false
-	for _, r := range replicas {
-		for _, o := range r.GetOthers() {
-			if o.GetActive() {
-				continue
-			}
-			if !looked {
-				looked = true
-				pause(ctx, 3*n.cfg.TickInterval)
-			}
-			o.Active = n.heardOf(raft.GroupID(r.GetShard()), raft.NodeID(o.GetNodeId()))
-		}
-	}
-}
-
-func (n *Node) heardOf(g raft.GroupID, node raft.NodeID) bool {
-	group := n.host.Group(g) // nil: it has left just now
-	return group != nil && slices.ContainsFunc(group.Status().Followers, func(f raft.FollowerProgress) bool { return f.Node == node && f.Active })
 }
 
 // describeReplica is what this node says of its replica.
@@ -91,7 +66,7 @@ func (n *Node) describeReplica(number uint32, m *machine) *kvdv1.ShardReplica {
 }
 
 // checkTransfer refuses what can not come to a good end. Only the leader knows enough.
-func (n *Node) checkTransfer(ctx context.Context, st raft.Status, to uint64) error {
+func (n *Node) checkTransfer(st raft.Status, to uint64) error {
 	if !st.Leading {
 		return nil // raft says it
 	}
@@ -107,18 +82,13 @@ func (n *Node) checkTransfer(ctx context.Context, st raft.Status, to uint64) err
 	for _, f := range st.Followers {
 		switch {
 		case uint64(f.Node) != to || to == n.id():
-		case !f.Active && !n.heardOfSoon(ctx, st.ID, f.Node):
+		case !f.Active:
 			return failDetail(&kvdv1.ErrorDetail{Reason: kvdv1.ErrorDetail_REASON_NOT_READY, RetryAfterMs: 200}, "shard %d: node %d has not been heard of lately: see that it runs, or choose another of %v", st.ID, to, st.Conf.GetVoters())
 		case f.Snapshot:
 			return failDetail(&kvdv1.ErrorDetail{Reason: kvdv1.ErrorDetail_REASON_NOT_READY, RetryAfterMs: 200}, "shard %d: node %d is so far behind that it is sent a snapshot: wait, or choose another of %v", st.ID, to, st.Conf.GetVoters())
 		}
 	}
 	return nil
-}
-
-func (n *Node) heardOfSoon(ctx context.Context, g raft.GroupID, node raft.NodeID) bool {
-	pause(ctx, 3*n.cfg.TickInterval)
-	return n.heardOf(g, node)
 }
 
 // Why a key is not in memory, in words for programs.
