@@ -18,9 +18,10 @@ type row struct {
 var importTable = []row{
 	{"api/kvd/v1", nil},
 	{"rdma", nil},
-	{"rdma/verbs", []string{"rdma", "rdma/verbs/ibv"}},
+	{"rdma/wire", []string{"rdma"}},
+	{"rdma/verbs", []string{"rdma", "rdma/verbs/ibv", "rdma/wire"}},
 	{"rdma/verbs/ibv", nil},
-	{"rdma/shm", []string{"rdma"}},
+	{"rdma/shm", []string{"rdma", "rdma/wire"}},
 	// The server-side look-up reads an index bucket, so it knows the bytes of one.
 	{"rdma/tcp", []string{"rdma", "storage/layout"}},
 	{"rdma/simnic", []string{"rdma"}},

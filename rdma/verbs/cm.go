@@ -14,6 +14,7 @@ import (
 
 	"github.com/kvd-io/kvd/rdma"
 	"github.com/kvd-io/kvd/rdma/verbs/ibv"
+	"github.com/kvd-io/kvd/rdma/wire"
 )
 
 // cmAvailable is nil where iWARP devices can be used.
@@ -280,8 +281,8 @@ const (
 // encodeCMOffer names where the client is.
 func encodeCMOffer(addrs []netip.Addr) []byte {
 	addrs = addrs[:min(len(addrs), maxCMOfferAddrs)]
-	w := writer{}
-	w.u8(uint8(len(addrs)))
+	w := wire.Writer{}
+	w.U8(uint8(len(addrs)))
 	for _, a := range addrs {
 		b := a.As16()
 		w = append(w, b[:]...)
@@ -290,13 +291,13 @@ func encodeCMOffer(addrs []netip.Addr) []byte {
 }
 
 func decodeCMOffer(b []byte) (addrs []netip.Addr, err error) {
-	r := &reader{what: "offer of rdma_cm", rest: b}
-	for range r.count(maxCMOfferAddrs, "addresses") {
-		if b := r.take(16); b != nil {
+	r := wire.NewReader(b, "verbs offer of rdma_cm")
+	for range r.Count(maxCMOfferAddrs, "addresses") {
+		if b := r.Take(16); b != nil {
 			addrs = append(addrs, netip.AddrFrom16([16]byte(b)).Unmap())
 		}
 	}
-	return addrs, r.end()
+	return addrs, r.End()
 }
 
 // cmAnswer says where to connect, and with what.
@@ -306,47 +307,47 @@ type cmAnswer struct {
 }
 
 func (a cmAnswer) encode() []byte {
-	w := append(writer{}, a.token[:]...)
-	w.u8(uint8(len(a.at)))
+	w := append(wire.Writer{}, a.token[:]...)
+	w.U8(uint8(len(a.at)))
 	for _, at := range a.at {
 		b := at.Addr().As16()
 		w = append(w, b[:]...)
-		w.u16(at.Port())
+		w.U16(at.Port())
 	}
 	return w
 }
 
 func decodeCMAnswer(b []byte) (a cmAnswer, err error) {
-	r := &reader{what: "answer of rdma_cm", rest: b}
-	copy(a.token[:], r.take(len(a.token)))
-	for range r.count(maxCMAnswerAddrs, "addresses") {
-		ip := r.take(16)
-		port := r.u16()
+	r := wire.NewReader(b, "verbs answer of rdma_cm")
+	copy(a.token[:], r.Take(len(a.token)))
+	for range r.Count(maxCMAnswerAddrs, "addresses") {
+		ip := r.Take(16)
+		port := r.U16()
 		if ip != nil {
 			a.at = append(a.at, netip.AddrPortFrom(netip.AddrFrom16([16]byte(ip)).Unmap(), port))
 		}
 	}
-	if r.err == nil && len(a.at) == 0 {
-		r.fail("no address: want at least one")
+	if r.Err() == nil && len(a.at) == 0 {
+		r.Fail("no address: want at least one")
 	}
-	return a, r.end()
+	return a, r.End()
 }
 
 // cmPrivate is the private data of a connect request.
 func cmPrivate(t cmToken) []byte {
-	w := writer(cmPrivateMagic)
-	w.u8(protocolVersion)
+	w := wire.Writer(cmPrivateMagic)
+	w.U8(protocolVersion)
 	return append(w, t[:]...)
 }
 
 // parseCMPrivate reads it; what follows is padding.
 func parseCMPrivate(b []byte) (t cmToken, err error) {
 	r := newReader(b, "connect request", cmPrivateMagic)
-	if v := r.u8(); r.err == nil && v != protocolVersion {
-		r.fail("protocol version %d, want %d: bring both sides to the same release", v, protocolVersion)
+	if v := r.U8(); r.Err() == nil && v != protocolVersion {
+		r.Fail("protocol version %d, want %d: bring both sides to the same release", v, protocolVersion)
 	}
-	copy(t[:], r.take(len(t)))
-	return t, r.err
+	copy(t[:], r.Take(len(t)))
+	return t, r.Err()
 }
 
 // cmWord is the payload of a goodbye.

@@ -2,11 +2,11 @@ package verbs
 
 import (
 	"bytes"
-	"encoding/binary"
 	"fmt"
 
 	"github.com/kvd-io/kvd/rdma"
 	"github.com/kvd-io/kvd/rdma/verbs/ibv"
+	"github.com/kvd-io/kvd/rdma/wire"
 )
 
 // protocolVersion is part of every message of the exchange; both sides refuse another. It
@@ -98,244 +98,155 @@ type attr struct {
 	keys   []attrKey
 }
 
-func (w *writer) side(s side) {
-	w.u8(uint8(s.kind))
-	w.u8(uint8(s.link))
-	w.u32(s.qpn)
-	w.u32(s.psn)
-	w.u16(s.lid)
-	w.u8(uint8(s.mtu))
-	w.u8(s.depth)
-	w.u8(uint8(len(s.gids)))
+func writeSide(w *wire.Writer, s side) {
+	w.U8(uint8(s.kind))
+	w.U8(uint8(s.link))
+	w.U32(s.qpn)
+	w.U32(s.psn)
+	w.U16(s.lid)
+	w.U8(uint8(s.mtu))
+	w.U8(s.depth)
+	w.U8(uint8(len(s.gids)))
 	for _, g := range s.gids {
-		w.u8(uint8(g.typ))
+		w.U8(uint8(g.typ))
 		*w = append(*w, g.gid[:]...)
 	}
-	w.u8(uint8(len(s.extra)))
+	w.U8(uint8(len(s.extra)))
 	*w = append(*w, s.extra...)
 }
 
-func (r *reader) side() (s side) {
-	s.kind = kind(r.u8())
-	s.link = ibv.LinkLayer(r.u8())
-	s.qpn = r.u32()
-	s.psn = r.u32()
-	s.lid = r.u16()
-	s.mtu = ibv.MTU(r.u8())
-	s.depth = r.u8()
-	if n := r.count(maxGIDChoices, "GIDs"); n > 0 {
+func readSide(r *wire.Reader) (s side) {
+	s.kind = kind(r.U8())
+	s.link = ibv.LinkLayer(r.U8())
+	s.qpn = r.U32()
+	s.psn = r.U32()
+	s.lid = r.U16()
+	s.mtu = ibv.MTU(r.U8())
+	s.depth = r.U8()
+	if n := r.Count(maxGIDChoices, "GIDs"); n > 0 {
 		s.gids = make([]wireGID, n)
 		for i := range s.gids {
-			s.gids[i].typ = ibv.GIDType(r.u8())
-			copy(s.gids[i].gid[:], r.take(len(ibv.GID{})))
+			s.gids[i].typ = ibv.GIDType(r.U8())
+			copy(s.gids[i].gid[:], r.Take(len(ibv.GID{})))
 		}
 	}
-	if n := r.count(maxExtra, "bytes"); n > 0 {
-		s.extra = bytes.Clone(r.take(n))
+	if n := r.Count(maxExtra, "bytes"); n > 0 {
+		s.extra = bytes.Clone(r.Take(n))
 	}
 	switch {
-	case r.err != nil:
+	case r.Err() != nil:
 	case s.kind != kindExchange && s.kind != kindCM:
-		r.fail("%s of connecting, want exchange or rdma_cm", s.kind)
+		r.Fail("%s of connecting, want exchange or rdma_cm", s.kind)
 	case s.qpn > maxNumber24 || s.psn > maxNumber24:
-		r.fail("queue pair %#x, packet number %#x: want 24 bits", s.qpn, s.psn)
+		r.Fail("queue pair %#x, packet number %#x: want 24 bits", s.qpn, s.psn)
 	case s.mtu.Bytes() == 0:
-		r.fail("path MTU code %d: want 1 to 5", s.mtu)
+		r.Fail("path MTU code %d: want 1 to 5", s.mtu)
 	case s.depth == 0:
-		r.fail("READ depth 0: want at least 1")
+		r.Fail("READ depth 0: want at least 1")
 	case s.kind == kindExchange && len(s.gids) == 0:
-		r.fail("no GID: want at least one")
+		r.Fail("no GID: want at least one")
 	}
 	return s
 }
 
 func (o offer) encode() []byte {
-	w := writer(offerMagic)
-	w.u16(protocolVersion)
+	w := wire.Writer(offerMagic)
+	w.U16(protocolVersion)
 	w = append(w, o.nonce[:]...)
-	w.u8(uint8(len(o.rails)))
+	w.U8(uint8(len(o.rails)))
 	for _, s := range o.rails {
-		w.side(s)
+		writeSide(&w, s)
 	}
 	return w
 }
 
 func decodeOffer(b []byte) (o offer, err error) {
 	r := newReader(b, "offer", offerMagic)
-	r.version()
-	copy(o.nonce[:], r.take(nonceSize))
-	for range r.count(maxRails, "rails") {
-		o.rails = append(o.rails, r.side())
+	r.Version(protocolVersion)
+	copy(o.nonce[:], r.Take(nonceSize))
+	for range r.Count(maxRails, "rails") {
+		o.rails = append(o.rails, readSide(r))
 	}
-	if r.err == nil && len(o.rails) == 0 {
-		r.fail("no rail: want at least one")
+	if r.Err() == nil && len(o.rails) == 0 {
+		r.Fail("no rail: want at least one")
 	}
-	return o, r.end()
+	return o, r.End()
 }
 
 func (a answer) encode() []byte {
-	w := writer(answerMagic)
-	w.u16(protocolVersion)
+	w := wire.Writer(answerMagic)
+	w.U16(protocolVersion)
 	w = append(w, a.nonce[:]...)
-	w.u64(a.node)
-	w.u64(a.boot)
-	w.u32(a.expiry)
-	w.u8(uint8(len(a.rails)))
+	w.U64(a.node)
+	w.U64(a.boot)
+	w.U32(a.expiry)
+	w.U8(uint8(len(a.rails)))
 	for _, s := range a.rails {
-		w.u8(s.clientRail)
-		w.u8(s.clientGID)
-		w.u32(s.device)
-		w.side(s.side)
+		w.U8(s.clientRail)
+		w.U8(s.clientGID)
+		w.U32(s.device)
+		writeSide(&w, s.side)
 	}
 	return w
 }
 
 func decodeAnswer(b []byte) (a answer, err error) {
 	r := newReader(b, "answer", answerMagic)
-	r.version()
-	copy(a.nonce[:], r.take(nonceSize))
-	a.node = r.u64()
-	a.boot = r.u64()
-	a.expiry = r.u32()
+	r.Version(protocolVersion)
+	copy(a.nonce[:], r.Take(nonceSize))
+	a.node = r.U64()
+	a.boot = r.U64()
+	a.expiry = r.U32()
 	seen := map[uint8]bool{}
-	for range r.count(maxRails, "rails") {
-		s := answerRail{clientRail: r.u8(), clientGID: r.u8(), device: r.u32()}
-		s.side = r.side()
-		if r.err == nil && seen[s.clientRail] {
-			r.fail("rail %d twice", s.clientRail)
+	for range r.Count(maxRails, "rails") {
+		s := answerRail{clientRail: r.U8(), clientGID: r.U8(), device: r.U32()}
+		s.side = readSide(r)
+		if r.Err() == nil && seen[s.clientRail] {
+			r.Fail("rail %d twice", s.clientRail)
 		}
 		seen[s.clientRail] = true
 		a.rails = append(a.rails, s)
 	}
-	if r.err == nil && len(a.rails) == 0 {
-		r.fail("no rail: want at least one")
+	if r.Err() == nil && len(a.rails) == 0 {
+		r.Fail("no rail: want at least one")
 	}
-	return a, r.end()
+	return a, r.End()
 }
 
 func (a attr) encode() []byte {
-	w := writer(attrMagic)
-	w.u16(protocolVersion)
-	w.u32(uint32(a.id))
-	w.u64(a.boot)
-	w.u64(a.addr)
-	w.u64(a.length)
-	w.u8(uint8(len(a.keys)))
+	w := wire.Writer(attrMagic)
+	w.U16(protocolVersion)
+	w.U32(uint32(a.id))
+	w.U64(a.boot)
+	w.U64(a.addr)
+	w.U64(a.length)
+	w.U8(uint8(len(a.keys)))
 	for _, k := range a.keys {
-		w.u32(k.device)
-		w.u32(k.rkey)
+		w.U32(k.device)
+		w.U32(k.rkey)
 	}
 	return w
 }
 
 func decodeAttr(b []byte) (a attr, err error) {
 	r := newReader(b, "region attribute", attrMagic)
-	r.version()
-	a.id = rdma.RegionID(r.u32())
-	a.boot = r.u64()
-	a.addr = r.u64()
-	a.length = r.u64()
-	for range r.count(maxAttrKeys, "keys") {
-		a.keys = append(a.keys, attrKey{device: r.u32(), rkey: r.u32()})
+	r.Version(protocolVersion)
+	a.id = rdma.RegionID(r.U32())
+	a.boot = r.U64()
+	a.addr = r.U64()
+	a.length = r.U64()
+	for range r.Count(maxAttrKeys, "keys") {
+		a.keys = append(a.keys, attrKey{device: r.U32(), rkey: r.U32()})
 	}
-	if r.err == nil && a.addr+a.length < a.addr {
-		r.fail("%d bytes at %#x do not end below 2^64", a.length, a.addr)
+	if r.Err() == nil && a.addr+a.length < a.addr {
+		r.Fail("%d bytes at %#x do not end below 2^64", a.length, a.addr)
 	}
-	return a, r.end()
+	return a, r.End()
 }
 
-// writer appends in little-endian order.
-type writer []byte
-
-func (w *writer) u8(v uint8)   { *w = append(*w, v) }
-func (w *writer) u16(v uint16) { *w = binary.LittleEndian.AppendUint16(*w, v) }
-func (w *writer) u32(v uint32) { *w = binary.LittleEndian.AppendUint32(*w, v) }
-func (w *writer) u64(v uint64) { *w = binary.LittleEndian.AppendUint64(*w, v) }
-
-// reader takes values off the front of a message. The first thing wrong sticks;
-// values taken after it are zero.
-type reader struct {
-	what string
-	rest []byte
-	err  error
-}
-
-func newReader(b []byte, what, magic string) *reader {
-	r := &reader{what: what, rest: b}
-	if !bytes.Equal(r.take(len(magic)), []byte(magic)) {
-		r.fail("%d bytes that do not begin like one: the peer does not speak kvd's verbs", len(b))
-	}
+// newReader reads a message that begins with the mark given.
+func newReader(b []byte, what, magic string) *wire.Reader {
+	r := wire.NewReader(b, "verbs "+what)
+	r.Magic(magic, "the peer does not speak kvd's verbs")
 	return r
-}
-
-func (r *reader) fail(format string, args ...any) {
-	if r.err == nil {
-		r.err = fmt.Errorf("%w: verbs %s: %s", rdma.ErrHandshake, r.what, fmt.Sprintf(format, args...))
-	}
-	r.rest = nil
-}
-
-// take returns n bytes, borrowed from the message, or nil after a failure.
-func (r *reader) take(n int) []byte {
-	if r.err != nil {
-		return nil
-	}
-	if len(r.rest) < n {
-		r.fail("cut short: %d bytes left, want %d", len(r.rest), n)
-		return nil
-	}
-	b := r.rest[:n]
-	r.rest = r.rest[n:]
-	return b
-}
-
-func (r *reader) u8() uint8 {
-	if b := r.take(1); b != nil {
-		return b[0]
-	}
-	return 0
-}
-
-func (r *reader) u16() uint16 {
-	if b := r.take(2); b != nil {
-		return binary.LittleEndian.Uint16(b)
-	}
-	return 0
-}
-
-func (r *reader) u32() uint32 {
-	if b := r.take(4); b != nil {
-		return binary.LittleEndian.Uint32(b)
-	}
-	return 0
-}
-
-func (r *reader) u64() uint64 {
-	if b := r.take(8); b != nil {
-		return binary.LittleEndian.Uint64(b)
-	}
-	return 0
-}
-
-// count reads how many things follow.
-func (r *reader) count(limit int, of string) int {
-	n := int(r.u8())
-	if n > limit {
-		r.fail("%d %s, want at most %d", n, of, limit)
-		return 0
-	}
-	return n
-}
-
-func (r *reader) version() {
-	if v := r.u16(); r.err == nil && v != protocolVersion {
-		r.fail("protocol version %d, want %d: bring both sides to the same release", v, protocolVersion)
-	}
-}
-
-func (r *reader) end() error {
-	if r.err == nil && len(r.rest) > 0 {
-		r.fail("%d bytes too many", len(r.rest))
-	}
-	return r.err
 }
