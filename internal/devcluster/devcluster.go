@@ -4,6 +4,7 @@
 package devcluster
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -66,6 +67,7 @@ type Node struct {
 
 	mu struct {
 		sync.Mutex
+		bin  string // in place of cfg.Binary, where not empty
 		cmd  *exec.Cmd
 		done chan struct{}
 		err  error // of Wait
@@ -231,7 +233,7 @@ func (n *Node) Start(extra ...string) error {
 		return err
 	}
 	defer func() { _ = out.Close() }() // the child has its own
-	cmd := exec.Command(n.cfg.Binary, append(append([]string{}, n.args...), extra...)...)
+	cmd := exec.Command(cmp.Or(n.mu.bin, n.cfg.Binary), append(append([]string{}, n.args...), extra...)...)
 	cmd.Env = append(foreignEnv(), n.cfg.Env...)
 	cmd.Stdout, cmd.Stderr = out, out
 	// An interrupt at the terminal is for the parent, which stops its nodes in order.
@@ -249,6 +251,13 @@ func (n *Node) Start(extra ...string) error {
 		close(done)
 	}()
 	return nil
+}
+
+// Use has the next start of the node run another kvd.
+func (n *Node) Use(binary string) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.mu.bin = binary
 }
 
 // Args of the node's command line, to run it by hand. The caller owns the slice.

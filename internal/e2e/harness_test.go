@@ -4,6 +4,7 @@ package e2e
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -96,7 +97,7 @@ func newClusterIn(t testing.TB, dir string, cfg devcluster.Config) *cluster {
 }
 
 func startCluster(dir string, cfg devcluster.Config) (*cluster, error) {
-	cfg.Binary, cfg.Dir = kvdBin, dir
+	cfg.Binary, cfg.Dir = cmp.Or(cfg.Binary, kvdBin), dir
 	if cfg.Shards == 0 {
 		cfg.Shards = 4
 	}
