@@ -73,6 +73,7 @@ var classes = map[kvdv1.ErrorDetail_Reason]error{
 	kvdv1.ErrorDetail_REASON_TWIN:              ErrUnavailable,
 	kvdv1.ErrorDetail_REASON_UNAUTHENTICATED:   ErrDenied,
 	kvdv1.ErrorDetail_REASON_UNKNOWN_TOKEN:     ErrNotFound,
+	kvdv1.ErrorDetail_REASON_PROTOCOL:          ErrIncompatible,
 }
 
 // rpcFailed sorts the error of a call to the node at addr.

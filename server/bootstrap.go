@@ -433,6 +433,9 @@ func (n *Node) askPeers(ctx context.Context, id *identity) (heard string, sure b
 			strange(p, fmt.Errorf("%w: %s belongs to cluster %s, but node %d at %s belongs to cluster %s: correct the peers or the directory", ErrRefused, n.cfg.DataDir, want, p.NodeID, p.Address, got))
 			continue
 		}
+		if err := n.checkProtocol(r.GetSelf()); err != nil {
+			return "", false, fmt.Errorf("%w: %s", ErrRefused, status.Convert(err).Message())
+		}
 		n.learn(r.GetNodesIndex(), r.GetNodes())
 		if mine := findNode(r.GetNodes(), id.nodeID); mine.GetState() == kvdv1.NodeState_NODE_STATE_GONE {
 			return "", false, fmt.Errorf("%w: %s", ErrRefused, goneAdvice(mine))
@@ -455,7 +458,7 @@ func (n *Node) askPeers(ctx context.Context, id *identity) (heard string, sure b
 
 // Hello implements kvdv1.PeerServer.
 func (n *Node) Hello(_ context.Context, req *kvdv1.HelloRequest) (*kvdv1.HelloResponse, error) {
-	r := &kvdv1.HelloResponse{Self: n.self(), Protocol: protocol}
+	r := &kvdv1.HelloResponse{Self: n.self(), Protocol: protocol, Version: n.cfg.Version}
 	if id := n.identity.Load(); id != nil {
 		r.Active = id.active
 		r.RecordedIncarnation = n.recorded(req.GetFrom().GetNodeId())
@@ -479,7 +482,7 @@ func (n *Node) Adopt(_ context.Context, req *kvdv1.AdoptRequest) (*kvdv1.AdoptRe
 	case req.GetNodeId() != n.id():
 		return refuse("this is node %d, not node %d", n.id(), req.GetNodeId())
 	case m.GetFormat() != formatNumber:
-		return refuse("the manifest has format %d, this kvd knows %d", m.GetFormat(), formatNumber)
+		return refuse("the manifest has format %d, this kvd knows %d: run the same kvd on all nodes to make a cluster", m.GetFormat(), formatNumber)
 	case id != nil && !proto.Equal(id.manifest, m):
 		return refuse("this directory already belongs to cluster %s", id.manifest.GetClusterId())
 	case id != nil:
@@ -522,7 +525,7 @@ func (n *Node) Activate(_ context.Context, req *kvdv1.ActivateRequest) (*kvdv1.A
 
 // self is how this node introduces itself.
 func (n *Node) self() *kvdv1.Identity {
-	s := &kvdv1.Identity{NodeId: n.id(), BootId: n.bootID}
+	s := &kvdv1.Identity{NodeId: n.id(), BootId: n.bootID, Protocol: protocol, Needs: n.needs()}
 	if id := n.identity.Load(); id != nil {
 		s.ClusterId, s.Incarnation = id.manifest.GetClusterId(), id.incarnation()
 	}

@@ -144,12 +144,12 @@ func (d *dataDir) loadIdentity() (*identity, error) {
 	damaged := func(what string, err error) error {
 		return fmt.Errorf("%w: %s is damaged (%s: %v): put the file back as it was (it changes at the first start only), or leave this node out", ErrDataDir, path, what, err)
 	}
+	if err := checkFormat(path, b, identityFormat); err != nil {
+		return nil, err
+	}
 	var j identityJSON
 	if err := json.Unmarshal(b, &j); err != nil {
 		return nil, damaged("not JSON", err)
-	}
-	if j.Format > identityFormat {
-		return nil, fmt.Errorf("%w: %s has format %d, this kvd knows %d: start the newer kvd that wrote it", ErrDataDir, path, j.Format, identityFormat)
 	}
 	if got := j.sum(); got != j.Sum {
 		return nil, damaged("check sum", fmt.Errorf("have %s, want %s", got, j.Sum))
@@ -157,6 +157,9 @@ func (d *dataDir) loadIdentity() (*identity, error) {
 	m := &kvdv1.Manifest{}
 	if err := protojson.Unmarshal(j.Manifest, m); err != nil {
 		return nil, damaged("manifest", err)
+	}
+	if f := m.GetFormat(); f != formatNumber {
+		return nil, fmt.Errorf("%w: the manifest in %s has format %d, this kvd knows %d: start the kvd that wrote it", ErrDataDir, path, f, formatNumber)
 	}
 	if err := checkManifest(m); err != nil {
 		return nil, damaged("manifest", err)
@@ -171,6 +174,18 @@ func (d *dataDir) loadIdentity() (*identity, error) {
 		return nil, damaged("manifest", fmt.Errorf("node %d is not in it", j.NodeID))
 	}
 	return id, nil
+}
+
+// checkFormat refuses a file of a newer version by its format alone: nothing else of it
+// need look as this version knows it.
+func checkFormat(path string, b []byte, known int) error {
+	var j struct {
+		Format int `json:"format"`
+	}
+	if err := json.Unmarshal(b, &j); err != nil || j.Format <= known {
+		return nil // what is damaged is found by who reads it
+	}
+	return fmt.Errorf("%w: %s has format %d, this kvd knows %d: start the newer kvd that wrote it", ErrDataDir, path, j.Format, known)
 }
 
 // checkEmpty refuses a directory that has stores but no identity: it lost the file

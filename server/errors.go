@@ -36,6 +36,7 @@ var codeOf = map[reason]codes.Code{
 	kvdv1.ErrorDetail_REASON_TWIN:              codes.FailedPrecondition,
 	kvdv1.ErrorDetail_REASON_UNAUTHENTICATED:   codes.Unauthenticated,
 	kvdv1.ErrorDetail_REASON_UNKNOWN_TOKEN:     codes.NotFound,
+	kvdv1.ErrorDetail_REASON_PROTOCOL:          codes.FailedPrecondition,
 }
 
 // fail makes a status with a reason that clients can branch on.

@@ -20,11 +20,6 @@ import (
 	kvdv1 "github.com/kvd-io/kvd/api/kvd/v1"
 )
 
-// protocol is what this version understands in group 0: 1, a registry of nodes. An
-// entry that one of the nodes does not understand would stop it, so the first such entry
-// is written only when all are known to.
-const protocol = 1
-
 // DefaultPort is that of an address to join that has none.
 const DefaultPort = "7400"
 
@@ -187,7 +182,7 @@ func (n *Node) askToJoin(ctx context.Context, req *kvdv1.JoinRequest) (*kvdv1.Jo
 			return resp, nil
 		}
 		switch reasonOf(err) {
-		case kvdv1.ErrorDetail_REASON_INVALID_ARGUMENT, kvdv1.ErrorDetail_REASON_WRONG_CLUSTER, kvdv1.ErrorDetail_REASON_DENIED:
+		case kvdv1.ErrorDetail_REASON_INVALID_ARGUMENT, kvdv1.ErrorDetail_REASON_WRONG_CLUSTER, kvdv1.ErrorDetail_REASON_DENIED, kvdv1.ErrorDetail_REASON_PROTOCOL:
 			return nil, fmt.Errorf("%w to join by %s: %s", ErrRefused, t.address, status.Convert(err).Message())
 		}
 		if status.Code(err) == codes.Unimplemented {
@@ -232,7 +227,7 @@ func (n *Node) acceptJoin(resp *kvdv1.JoinResponse, inc uint64) error {
 	id := &identity{manifest: m, nodeID: resp.GetNodeId(), joined: inc, active: true}
 	switch {
 	case m.GetFormat() != formatNumber:
-		return fmt.Errorf("%w to join: the cluster's manifest has format %d, this kvd knows %d", ErrRefused, m.GetFormat(), formatNumber)
+		return fmt.Errorf("%w to join: the cluster's manifest has format %d, this kvd knows %d: start the kvd that the others run", ErrRefused, m.GetFormat(), formatNumber)
 	case checkManifest(m) != nil:
 		return fmt.Errorf("%w to join: the cluster's manifest can not be one: %w", ErrRefused, checkManifest(m))
 	case id.nodeID == 0 || id.recorded(id.nodeID) != 0 || findNode(resp.GetNodes(), id.nodeID).GetIncarnation() != inc:
@@ -367,7 +362,7 @@ func (n *Node) reachesJoiner(ctx context.Context, req *kvdv1.JoinRequest) error 
 	if r.GetSelf().GetBootId() != req.GetBootId() {
 		return fail(kvdv1.ErrorDetail_REASON_INVALID_ARGUMENT, "another node answers at %s, the address that the new one gives (node %d of cluster %q): give it an address of its own (advertise)", addr, r.GetSelf().GetNodeId(), r.GetSelf().GetClusterId())
 	}
-	return nil
+	return n.checkProtocol(r.GetSelf())
 }
 
 // checkPlaceFree refuses a new node at the address of one that has not left: the others
@@ -390,23 +385,6 @@ func (n *Node) checkPlaceFree(joiner *kvdv1.NodeRecord) error {
 // taken for a leader that is missing, which is looked for anew.
 func failJoinLater(format string, args ...any) error {
 	return status.Errorf(codes.FailedPrecondition, format, args...)
-}
-
-// allUnderstand asks all nodes for their version, before the first entry that an older
-// one would stop at.
-func (n *Node) allUnderstand(ctx context.Context) error {
-	for _, p := range n.others() {
-		r, err := n.hello(ctx, p)
-		switch {
-		case err == nil && !n.isMember(r.GetSelf(), p.NodeID):
-			return failJoinLater("node %d of cluster %q answers at %s, the address of node %d: whether the version of that one can be in a cluster that grows is not known: start it, at an address of its own", r.GetSelf().GetNodeId(), r.GetSelf().GetClusterId(), p.Address, p.NodeID)
-		case err != nil:
-			return failJoinLater("node %d at %s does not answer, and whether its version can be in a cluster that grows is not known: start it", p.NodeID, p.Address)
-		case r.GetProtocol() < protocol:
-			return fail(kvdv1.ErrorDetail_REASON_INVALID_ARGUMENT, "node %d at %s runs a version that can not be in a cluster that grows: run this version there first", p.NodeID, p.Address)
-		}
-	}
-	return nil
 }
 
 func goneAdvice(r *kvdv1.NodeRecord) string {

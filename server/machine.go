@@ -149,6 +149,10 @@ func (m *machine) Apply(entries []raft.Entry, through, throughTerm uint64) ([]an
 			b.Discard()
 			return nil, fmt.Errorf("%w: entry %d of group %d can not be decoded: %w", engine.ErrCorrupt, e.Index, m.group, err)
 		}
+		if f := cmd.GetFormat(); f > entryFormat {
+			b.Discard()
+			return nil, fmt.Errorf("%w: entry %d of group %d has format %d, this kvd knows %d: start the newer kvd that its writer runs", ErrDataDir, e.Index, m.group, f, entryFormat)
+		}
 		r, err := m.content.apply(b, e.Index, cmd)
 		if err != nil {
 			b.Discard()

@@ -1,8 +1,10 @@
 package server
 
 import (
+	"cmp"
 	"context"
 	"slices"
+	"sync"
 	"time"
 
 	"google.golang.org/protobuf/proto"
@@ -35,7 +37,11 @@ func (n *Node) Members(ctx context.Context, req *kvdv1.MembersRequest) (*kvdv1.M
 func (n *Node) membersHere(ctx context.Context) *kvdv1.MembersResponse {
 	st := n.host.Group(0).Status()
 	r := &kvdv1.MembersResponse{LeaderNode: uint64(st.Leader)}
+	var hellos map[uint64]*kvdv1.HelloResponse
+	var asked sync.WaitGroup
+	asked.Go(func() { hellos = n.askHello(ctx) })
 	facts := n.askLoads(ctx, &keeper{heard: map[uint64]time.Time{}})
+	asked.Wait()
 	for _, node := range n.registry.nodes() {
 		id := node.GetNodeId()
 		m := &kvdv1.MemberStatus{Node: proto.Clone(node).(*kvdv1.NodeRecord), Voter: slices.Contains(st.Conf.GetVoters(), id) || slices.Contains(st.Conf.GetVotersOutgoing(), id)}
@@ -43,6 +49,10 @@ func (n *Node) membersHere(ctx context.Context) *kvdv1.MembersResponse {
 			m.Node.Address = addr
 		}
 		m.Live = n.boots.hears(id) || id == n.id()
+		if h := hellos[id]; h != nil {
+			m.Protocol = proto.Uint32(h.GetProtocol())
+			m.Node.Version = cmp.Or(h.GetVersion(), m.Node.Version)
+		}
 		for number := uint32(1); number <= n.identity.Load().manifest.GetShards(); number++ {
 			f := facts[number]
 			if n.mayHold(number, f, id) {
@@ -172,7 +182,7 @@ func (n *Node) beginRegistry(ctx context.Context) error {
 	if n.registry.written() {
 		return nil
 	}
-	return n.allUnderstand(ctx)
+	return n.allUnderstand(ctx, registryProtocol, "be in a cluster that grows")
 }
 
 // Rebalance implements kvdv1.ClusterServer.
@@ -208,7 +218,7 @@ func (n *Node) rebalanceHere(ctx context.Context, req *kvdv1.RebalanceRequest) (
 		return r, nil // it is under way by itself, or is not to be
 	}
 	// A cluster that is as its manifest says is left alone until it is told otherwise.
-	if err := n.allUnderstand(ctx); err != nil {
+	if err := n.beginRegistry(ctx); err != nil {
 		return nil, err
 	}
 	_, err := n.proposeNode(ctx, &kvdv1.NodeOp{Change: &kvdv1.NodeOp_Update{Update: n.myRecord()}})

@@ -204,7 +204,7 @@ func TestSnapshotIsRefused(t *testing.T) {
 		"other state":         {func(*snapshot) {}, codes.InvalidArgument, "its message says"},
 		"old":                 {func(s *snapshot) { s.message = f.snapMessage(index) }, codes.OK, "is at index"},
 		"no metadata":         {func(s *snapshot) { s.message.Snapshot = nil }, codes.OK, "is at index"},
-		"format":              {func(s *snapshot) { s.header.Format = 9 }, codes.OK, "format 9"},
+		"format":              {func(s *snapshot) { s.header.Format = 9 }, codes.OK, "has format 9, this kvd knows 1: start the newer kvd that node"},
 		"no such group":       {func(s *snapshot) { s.header.Group = 77 }, codes.OK, "no replica of group 77"},
 		"group beyond 32 bit": {func(s *snapshot) { s.header.Group = 1<<32 | 1 }, codes.OK, "no replica"},
 		"no header":           {func(s *snapshot) { s.header, s.message = nil, nil }, codes.FailedPrecondition, "belongs to cluster"},

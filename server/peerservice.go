@@ -37,7 +37,7 @@ func (n *Node) checkPeer(from *kvdv1.Identity, toIncarnation uint64) error {
 	case toIncarnation != id.incarnation():
 		return refuse("node %d looks for incarnation %016x, this is %016x", from.GetNodeId(), toIncarnation, id.incarnation())
 	}
-	return nil
+	return n.checkProtocol(from)
 }
 
 // Raft implements kvdv1.PeerServer: it receives one peer's messages.

@@ -24,7 +24,10 @@ import (
 // once that is something else than the manifest says: a replica whose stores are missing
 // was lost if it should be there, and must not begin anew as if it had never voted.
 
-const replicasFile = "replicas.json"
+const (
+	replicasFile   = "replicas.json"
+	replicasFormat = 1
+)
 
 // replicaState of a replica in the file.
 type replicaState string
@@ -54,7 +57,7 @@ func (j replicasJSON) sum() string {
 }
 
 func (d *dataDir) saveReplicas(noted map[uint32]replicaState) error {
-	j := replicasJSON{Format: 1, Replicas: noted}
+	j := replicasJSON{Format: replicasFormat, Replicas: noted}
 	j.Sum = j.sum()
 	b, err := json.MarshalIndent(j, "", "  ")
 	if err != nil {
@@ -76,12 +79,13 @@ func (d *dataDir) loadReplicas() (map[uint32]replicaState, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%w: read %s: %w", ErrDataDir, path, err)
 	}
+	if err := checkFormat(path, b, replicasFormat); err != nil {
+		return nil, err
+	}
 	var j replicasJSON
 	switch err := json.Unmarshal(b, &j); {
 	case err != nil:
 		return nil, fmt.Errorf("%w: %s is damaged (%v): without it this node can not tell a lost replica from one that left: leave this node out, and let another join", ErrDataDir, path, err)
-	case j.Format != 1:
-		return nil, fmt.Errorf("%w: %s has format %d, this kvd knows 1: start the newer kvd that wrote it", ErrDataDir, path, j.Format)
 	case j.Sum != j.sum():
 		return nil, fmt.Errorf("%w: %s is damaged (check sum %s, want %s): without it this node can not tell a lost replica from one that left: leave this node out, and let another join", ErrDataDir, path, j.Sum, j.sum())
 	}

@@ -174,7 +174,7 @@ func (n *Node) Snapshot(s kvdv1.Peer_SnapshotServer) error {
 		return s.SendAndClose(&kvdv1.SnapshotAck{Refusal: fmt.Sprintf(format, args...)})
 	}
 	if h.GetFormat() != snapshotFormat {
-		return refuse("snapshot format %d, this node knows %d", h.GetFormat(), snapshotFormat)
+		return refuse("the snapshot has format %d, this kvd knows %d: start the newer kvd that node %d runs", h.GetFormat(), snapshotFormat, h.GetFrom().GetNodeId())
 	}
 	m := &raftpb.Message{}
 	if err := proto.Unmarshal(h.GetMessage(), m); err != nil || m.GetType() != raftpb.MessageType_MsgSnap ||

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"strconv"
 	"strings"
@@ -35,7 +36,9 @@ type memberRow struct {
 	Rack     string `json:"rack,omitempty"`
 	Host     string `json:"host,omitempty"`
 	Version  string `json:"version,omitempty"`
-	Since    string `json:"since,omitempty"`
+	// Protocol is what that version understands; unset: the node did not answer.
+	Protocol *uint32 `json:"protocol,omitempty"`
+	Since    string  `json:"since,omitempty"`
 	// Gossip is a hint of whether the node lives; unset where no node gossips.
 	Gossip *gossipRow `json:"gossip,omitempty"`
 }
@@ -92,12 +95,37 @@ func rowOf(m *kvdv1.MemberStatus) memberRow {
 	r := memberRow{
 		Node: n.GetNodeId(), Address: n.GetAddress(), State: nodeState(n), Live: m.GetLive(), Voter: m.GetVoter(),
 		Replicas: m.GetReplicas(), Leads: m.GetLeads(), Bytes: m.GetBytes(),
-		Zone: n.GetZone(), Rack: n.GetRack(), Host: n.GetHost(), Version: n.GetVersion(),
+		Zone: n.GetZone(), Rack: n.GetRack(), Host: n.GetHost(), Version: n.GetVersion(), Protocol: m.Protocol,
 	}
 	if ms := n.GetSinceUnixMs(); ms != 0 {
 		r.Since = time.UnixMilli(ms).UTC().Format(time.RFC3339)
 	}
 	return r
+}
+
+func orDash(v *uint32) any {
+	if v == nil {
+		return "-"
+	}
+	return *v
+}
+
+// commonProtocol says what the cluster as a whole can use.
+func commonProtocol(rows []memberRow) string {
+	least, silent := uint32(math.MaxUint32), []string{}
+	for _, r := range rows {
+		switch {
+		case r.State == "gone":
+		case r.Protocol == nil:
+			silent = append(silent, strconv.FormatUint(r.Node, 10))
+		default:
+			least = min(least, *r.Protocol)
+		}
+	}
+	if len(silent) > 0 {
+		return "protocol of all: not known, for there is no answer of node " + strings.Join(silent, ", ")
+	}
+	return fmt.Sprintf("protocol of all: %d", least)
 }
 
 func nodeState(n *kvdv1.NodeRecord) string {
@@ -118,7 +146,8 @@ many replicas they hold and lead, and their failure domains. A node is joining u
 cluster knows, then active; draining or decommissioned while its replicas are moved away; gone when
 it has left. Where nodes gossip (kvd start --gossip-listen) a column shows what they hear of each other
 beside that: alive, suspect, dead, left (it said that it stops) or never heard. That is a hint; nothing
-is decided by it. Wants an operator's token.`,
+is decided by it. The protocol is what a node's version understands; what is new in one is used only
+when all nodes are known to understand it. Wants an operator's token.`,
 		Example: `  kvctl members
   kvctl members --all -o json`,
 		Args: exactArgs(),
@@ -138,7 +167,7 @@ is decided by it. Wants an operator's token.`,
 				if s.output == "json" {
 					return printJSON(cmd.OutOrStdout(), rows)
 				}
-				header := []any{"node", "address", "state", "live", "group 0", "replicas", "leads", "bytes", "zone", "rack", "host", "version"}
+				header := []any{"node", "address", "state", "live", "group 0", "replicas", "leads", "bytes", "zone", "rack", "host", "version", "protocol"}
 				if gossips {
 					header = append(header, "gossip")
 				}
@@ -148,13 +177,14 @@ is decided by it. Wants an operator's token.`,
 					if r.Voter {
 						part = "votes"
 					}
-					row := []any{r.Node, r.Address, r.State, r.Live, part, r.Replicas, r.Leads, humanize.IBytes(r.Bytes), r.Zone, r.Rack, r.Host, r.Version}
+					row := []any{r.Node, r.Address, r.State, r.Live, part, r.Replicas, r.Leads, humanize.IBytes(r.Bytes), r.Zone, r.Rack, r.Host, r.Version, orDash(r.Protocol)}
 					if gossips {
 						row = append(row, r.Gossip)
 					}
 					t.AppendRow(row)
 				}
 				t.Render()
+				fmt.Fprintln(cmd.OutOrStdout(), commonProtocol(rows))
 				return nil
 			})
 		},

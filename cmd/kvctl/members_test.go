@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"net"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -35,6 +36,27 @@ func (n *fakeNode) Decommission(context.Context, *kvdv1.DecommissionRequest) (*k
 
 func member(node uint64, addr string, state kvdv1.NodeState) *kvdv1.MemberStatus {
 	return &kvdv1.MemberStatus{Node: &kvdv1.NodeRecord{NodeId: node, Address: addr, State: state}}
+}
+
+// What a cluster can use is what its oldest node understands; where one does not answer it
+// is not known.
+func TestCommonProtocol(t *testing.T) {
+	n := newFakeNode(t)
+	n.members = []*kvdv1.MemberStatus{
+		member(1, n.addr, kvdv1.NodeState_NODE_STATE_ACTIVE), member(2, "127.0.0.1:1", kvdv1.NodeState_NODE_STATE_ACTIVE), member(3, "127.0.0.1:2", kvdv1.NodeState_NODE_STATE_GONE),
+	}
+	n.members[0].Protocol, n.members[1].Protocol = new(uint32(7)), new(uint32(0))
+	out, _, err := n.run(t, nil, "members")
+	require.NoError(t, err)
+	require.Contains(t, string(out), "protocol of all: 0\n")
+	n.members[1].Protocol = nil
+	out, _, err = n.run(t, nil, "members")
+	require.NoError(t, err)
+	require.Contains(t, string(out), "not known, for there is no answer of node 2\n")
+	out, _, err = n.run(t, nil, "members", "-o", "json")
+	require.NoError(t, err)
+	require.Contains(t, string(out), `"protocol": 7`)
+	require.Equal(t, 1, strings.Count(string(out), `"protocol"`))
 }
 
 // What the state of the cluster does not allow is a conflict, not a mistake in what was

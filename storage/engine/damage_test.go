@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/cockroachdb/pebble/v2/vfs"
+	"github.com/cockroachdb/pebble/v2/vfs/atomicfs"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/proto"
 )
@@ -206,7 +207,7 @@ func TestFormat(t *testing.T) {
 		is   error
 		says string
 	}{
-		{"kvd-engine 2\n", ErrFormat, "newer kvd"},
+		{"kvd-engine 2\n", ErrFormat, "was written with format 2, this version knows up to 1: run the newer kvd"},
 		{"kvd-engine", ErrCorrupt, "data/FORMAT"},
 		{"", ErrCorrupt, "data/FORMAT"},
 		{"kvd-engine 1\n", nil, ""},
@@ -225,6 +226,33 @@ func TestFormat(t *testing.T) {
 	_, err := Open(testConfig(mem))
 	require.ErrorIs(t, err, ErrFormat)
 	require.ErrorContains(t, err, "not made by kvd")
+}
+
+// What a newer Pebble raised is not taken for damage. A directory of today's format is
+// opened; a new Pebble does not raise it by itself.
+func TestNewerStore(t *testing.T) {
+	for _, store := range []string{logDir, stateDir} {
+		mem := vfs.NewMem()
+		e := open(t, testConfig(mem))
+		require.Equal(t, storeFormat, e.log.FormatMajorVersion())
+		require.Equal(t, storeFormat, e.state.FormatMajorVersion())
+		require.NoError(t, e.Close())
+		marker, _, err := atomicfs.LocateMarker(mem, "data/"+store, "format-version")
+		require.NoError(t, err)
+		set := func(version int) {
+			require.NoError(t, marker.Move(fmt.Sprintf("%03d", version)))
+			_, err = Open(testConfig(mem))
+		}
+		set(int(storeFormat) + 1)
+		require.ErrorIs(t, err, ErrFormat)
+		require.ErrorContains(t, err, fmt.Sprintf("data/%s was written with Pebble's format %d, this version knows up to %d: run the newer kvd", store, storeFormat+1, storeFormat))
+		set(0)
+		require.ErrorIs(t, err, ErrCorrupt, "no version wrote that")
+		require.NoError(t, marker.Move(fmt.Sprintf("%03d", storeFormat)))
+		require.NoError(t, marker.Close())
+		e = open(t, testConfig(mem))
+		require.NoError(t, e.Close())
+	}
 }
 
 func TestReadOnlyDirectory(t *testing.T) {

@@ -6,9 +6,12 @@ import (
 	"io"
 	"io/fs"
 	"os"
+	"strconv"
 	"strings"
 
+	"github.com/cockroachdb/pebble/v2"
 	"github.com/cockroachdb/pebble/v2/vfs"
+	"github.com/cockroachdb/pebble/v2/vfs/atomicfs"
 )
 
 const (
@@ -18,7 +21,26 @@ const (
 	walDir        = "wal" // below log/
 	stateDir      = "state"
 	stagingDir    = "staging"
+
+	// storeFormat is Pebble's own format of both stores. Pebble raises what it opens to
+	// it, and never goes back; so it is not "the newest", which another Pebble would raise
+	// unnoticed. To raise it is to raise formatVersion.
+	storeFormat = pebble.FormatValueSeparation
 )
+
+// checkStoreFormat refuses a store of a newer version, which Pebble could not tell from a
+// damaged one.
+func checkStoreFormat(f vfs.FS, dir string) error {
+	text, err := atomicfs.ReadMarker(f, dir, "format-version")
+	if err != nil || text == "" {
+		return nil // none yet; the rest is for Pebble to find
+	}
+	if n, err := strconv.Atoi(text); err == nil && n > int(storeFormat) {
+		return fmt.Errorf("%w %s was written with Pebble's format %d, this version knows up to %d: run the newer kvd, or restore a backup of the older format",
+			ErrFormat, dir, n, storeFormat)
+	}
+	return nil
+}
 
 // prepareDir makes the directory, or checks that it has a format that we know. The
 // format is written before the stores are made, so stores without one are not ours.

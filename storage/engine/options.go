@@ -88,7 +88,7 @@ func (e *Engine) stateOptions(fs vfs.FS) *pebble.Options {
 func (e *Engine) commonOptions(fs vfs.FS, store string) *pebble.Options {
 	o := &pebble.Options{
 		FS:                 fs,
-		FormatMajorVersion: pebble.FormatNewest,
+		FormatMajorVersion: storeFormat,
 		Logger:             &storeLogger{e: e, store: store},
 		// Half of a small machine; a flush is not counted.
 		CompactionConcurrencyRange: func() (int, int) { return 1, compactionsAtMost },
@@ -131,6 +131,9 @@ func openStore(dir string, o *pebble.Options) (db *pebble.DB, err error) {
 			db, err = nil, damaged(dir, fmt.Errorf("%v", r))
 		}
 	}()
+	if err := checkStoreFormat(o.FS, dir); err != nil {
+		return nil, err
+	}
 	db, err = pebble.Open(dir, o)
 	if err != nil {
 		return nil, openStoreError(dir, err)

@@ -296,13 +296,15 @@ func (x *MembersResponse) GetLeaderNode() uint64 {
 }
 
 type MemberStatus struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Node          *NodeRecord            `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`
-	Live          bool                   `protobuf:"varint,2,opt,name=live,proto3" json:"live,omitempty"`         // the leader of group 0 hears it
-	Voter         bool                   `protobuf:"varint,3,opt,name=voter,proto3" json:"voter,omitempty"`       // of group 0; else it learns what group 0 decides
-	Replicas      uint32                 `protobuf:"varint,4,opt,name=replicas,proto3" json:"replicas,omitempty"` // of shards, those included that are on their way here or away
-	Leads         uint32                 `protobuf:"varint,5,opt,name=leads,proto3" json:"leads,omitempty"`
-	Bytes         uint64                 `protobuf:"varint,6,opt,name=bytes,proto3" json:"bytes,omitempty"` // of keys and values, in all replicas
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	Node     *NodeRecord            `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`
+	Live     bool                   `protobuf:"varint,2,opt,name=live,proto3" json:"live,omitempty"`         // the leader of group 0 hears it
+	Voter    bool                   `protobuf:"varint,3,opt,name=voter,proto3" json:"voter,omitempty"`       // of group 0; else it learns what group 0 decides
+	Replicas uint32                 `protobuf:"varint,4,opt,name=replicas,proto3" json:"replicas,omitempty"` // of shards, those included that are on their way here or away
+	Leads    uint32                 `protobuf:"varint,5,opt,name=leads,proto3" json:"leads,omitempty"`
+	Bytes    uint64                 `protobuf:"varint,6,opt,name=bytes,proto3" json:"bytes,omitempty"` // of keys and values, in all replicas
+	// What its version understands, of messages and of entries; unset: it did not answer.
+	Protocol      *uint32 `protobuf:"varint,7,opt,name=protocol,proto3,oneof" json:"protocol,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -375,6 +377,13 @@ func (x *MemberStatus) GetLeads() uint32 {
 func (x *MemberStatus) GetBytes() uint64 {
 	if x != nil {
 		return x.Bytes
+	}
+	return 0
+}
+
+func (x *MemberStatus) GetProtocol() uint32 {
+	if x != nil && x.Protocol != nil {
+		return *x.Protocol
 	}
 	return 0
 }
@@ -2011,14 +2020,16 @@ const file_kvd_v1_cluster_proto_rawDesc = "" +
 	"\x0fMembersResponse\x12.\n" +
 	"\amembers\x18\x01 \x03(\v2\x14.kvd.v1.MemberStatusR\amembers\x12\x1f\n" +
 	"\vleader_node\x18\x02 \x01(\x04R\n" +
-	"leaderNode\"\xa8\x01\n" +
+	"leaderNode\"\xd6\x01\n" +
 	"\fMemberStatus\x12&\n" +
 	"\x04node\x18\x01 \x01(\v2\x12.kvd.v1.NodeRecordR\x04node\x12\x12\n" +
 	"\x04live\x18\x02 \x01(\bR\x04live\x12\x14\n" +
 	"\x05voter\x18\x03 \x01(\bR\x05voter\x12\x1a\n" +
 	"\breplicas\x18\x04 \x01(\rR\breplicas\x12\x14\n" +
 	"\x05leads\x18\x05 \x01(\rR\x05leads\x12\x14\n" +
-	"\x05bytes\x18\x06 \x01(\x04R\x05bytes\"^\n" +
+	"\x05bytes\x18\x06 \x01(\x04R\x05bytes\x12\x1f\n" +
+	"\bprotocol\x18\a \x01(\rH\x00R\bprotocol\x88\x01\x01B\v\n" +
+	"\t_protocol\"^\n" +
 	"\fDrainRequest\x12\x17\n" +
 	"\anode_id\x18\x01 \x01(\x04R\x06nodeId\x12!\n" +
 	"\fleaders_only\x18\x02 \x01(\bR\vleadersOnly\x12\x12\n" +
@@ -2266,6 +2277,7 @@ func file_kvd_v1_cluster_proto_init() {
 		return
 	}
 	file_kvd_v1_access_proto_init()
+	file_kvd_v1_cluster_proto_msgTypes[3].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{

@@ -151,6 +151,7 @@ const (
 	ErrorDetail_REASON_TWIN              ErrorDetail_Reason = 17 // to a node: another process speaks as this node
 	ErrorDetail_REASON_UNAUTHENTICATED   ErrorDetail_Reason = 18 // no token, or one that is unknown, revoked or expired
 	ErrorDetail_REASON_UNKNOWN_TOKEN     ErrorDetail_Reason = 19 // to an operator: there is no token with that id
+	ErrorDetail_REASON_PROTOCOL          ErrorDetail_Reason = 20 // to a node: the versions of two nodes do not go together
 )
 
 // Enum value maps for ErrorDetail_Reason.
@@ -176,6 +177,7 @@ var (
 		17: "REASON_TWIN",
 		18: "REASON_UNAUTHENTICATED",
 		19: "REASON_UNKNOWN_TOKEN",
+		20: "REASON_PROTOCOL",
 	}
 	ErrorDetail_Reason_value = map[string]int32{
 		"REASON_UNSPECIFIED":       0,
@@ -198,6 +200,7 @@ var (
 		"REASON_TWIN":              17,
 		"REASON_UNAUTHENTICATED":   18,
 		"REASON_UNKNOWN_TOKEN":     19,
+		"REASON_PROTOCOL":          20,
 	}
 )
 
@@ -1467,12 +1470,12 @@ const file_kvd_v1_kv_proto_rawDesc = "" +
 	"\x05shard\x18\x01 \x01(\rR\x05shard\"H\n" +
 	"\x12OpenWriterResponse\x12\x1b\n" +
 	"\twriter_id\x18\x01 \x01(\x04R\bwriterId\x12\x15\n" +
-	"\x06ttl_ms\x18\x02 \x01(\x04R\x05ttlMs\"\xfd\x04\n" +
+	"\x06ttl_ms\x18\x02 \x01(\x04R\x05ttlMs\"\x92\x05\n" +
 	"\vErrorDetail\x122\n" +
 	"\x06reason\x18\x01 \x01(\x0e2\x1a.kvd.v1.ErrorDetail.ReasonR\x06reason\x12\x1f\n" +
 	"\vleader_node\x18\x02 \x01(\x04R\n" +
 	"leaderNode\x12$\n" +
-	"\x0eretry_after_ms\x18\x03 \x01(\rR\fretryAfterMs\"\xf2\x03\n" +
+	"\x0eretry_after_ms\x18\x03 \x01(\rR\fretryAfterMs\"\x87\x04\n" +
 	"\x06Reason\x12\x16\n" +
 	"\x12REASON_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11REASON_NOT_LEADER\x10\x01\x12\x1c\n" +
@@ -1494,7 +1497,8 @@ const file_kvd_v1_kv_proto_rawDesc = "" +
 	"\x15REASON_ALREADY_EXISTS\x10\x10\x12\x0f\n" +
 	"\vREASON_TWIN\x10\x11\x12\x1a\n" +
 	"\x16REASON_UNAUTHENTICATED\x10\x12\x12\x18\n" +
-	"\x14REASON_UNKNOWN_TOKEN\x10\x13*r\n" +
+	"\x14REASON_UNKNOWN_TOKEN\x10\x13\x12\x13\n" +
+	"\x0fREASON_PROTOCOL\x10\x14*r\n" +
 	"\tReadLevel\x12\x1a\n" +
 	"\x16READ_LEVEL_UNSPECIFIED\x10\x00\x12\x1b\n" +
 	"\x17READ_LEVEL_LINEARIZABLE\x10\x01\x12\x16\n" +

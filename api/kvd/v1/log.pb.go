@@ -27,6 +27,9 @@ const (
 type Command struct {
 	state        protoimpl.MessageState `protogen:"open.v1"`
 	LeaderUnixMs int64                  `protobuf:"varint,1,opt,name=leader_unix_ms,json=leaderUnixMs,proto3" json:"leader_unix_ms,omitempty"` // the proposer's clock when it proposed
+	// What a node has to know to apply the entry as it is meant; 0: what the first version
+	// knew. A node stops at one that is newer than itself.
+	Format uint32 `protobuf:"varint,10,opt,name=format,proto3" json:"format,omitempty"`
 	// Types that are valid to be assigned to Op:
 	//
 	//	*Command_Put
@@ -75,6 +78,13 @@ func (*Command) Descriptor() ([]byte, []int) {
 func (x *Command) GetLeaderUnixMs() int64 {
 	if x != nil {
 		return x.LeaderUnixMs
+	}
+	return 0
+}
+
+func (x *Command) GetFormat() uint32 {
+	if x != nil {
+		return x.Format
 	}
 	return 0
 }
@@ -1165,9 +1175,11 @@ var File_kvd_v1_log_proto protoreflect.FileDescriptor
 
 const file_kvd_v1_log_proto_rawDesc = "" +
 	"\n" +
-	"\x10kvd/v1/log.proto\x12\x06kvd.v1\x1a\x0fkvd/v1/kv.proto\x1a\x13kvd/v1/access.proto\x1a\x14kvd/v1/cluster.proto\"\x96\x03\n" +
+	"\x10kvd/v1/log.proto\x12\x06kvd.v1\x1a\x0fkvd/v1/kv.proto\x1a\x13kvd/v1/access.proto\x1a\x14kvd/v1/cluster.proto\"\xae\x03\n" +
 	"\aCommand\x12$\n" +
-	"\x0eleader_unix_ms\x18\x01 \x01(\x03R\fleaderUnixMs\x12!\n" +
+	"\x0eleader_unix_ms\x18\x01 \x01(\x03R\fleaderUnixMs\x12\x16\n" +
+	"\x06format\x18\n" +
+	" \x01(\rR\x06format\x12!\n" +
 	"\x03put\x18\x02 \x01(\v2\r.kvd.v1.PutOpH\x00R\x03put\x12*\n" +
 	"\x06delete\x18\x03 \x01(\v2\x10.kvd.v1.DeleteOpH\x00R\x06delete\x127\n" +
 	"\vopen_writer\x18\x04 \x01(\v2\x14.kvd.v1.OpenWriterOpH\x00R\n" +

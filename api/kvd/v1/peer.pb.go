@@ -23,11 +23,15 @@ const (
 
 // Identity of a node as its peers remember it.
 type Identity struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	ClusterId     string                 `protobuf:"bytes,1,opt,name=cluster_id,json=clusterId,proto3" json:"cluster_id,omitempty"`
-	NodeId        uint64                 `protobuf:"varint,2,opt,name=node_id,json=nodeId,proto3" json:"node_id,omitempty"`
-	Incarnation   uint64                 `protobuf:"varint,3,opt,name=incarnation,proto3" json:"incarnation,omitempty"`     // random, drawn at bootstrap; never used twice
-	BootId        uint64                 `protobuf:"varint,4,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"` // random, drawn at each start
+	state       protoimpl.MessageState `protogen:"open.v1"`
+	ClusterId   string                 `protobuf:"bytes,1,opt,name=cluster_id,json=clusterId,proto3" json:"cluster_id,omitempty"`
+	NodeId      uint64                 `protobuf:"varint,2,opt,name=node_id,json=nodeId,proto3" json:"node_id,omitempty"`
+	Incarnation uint64                 `protobuf:"varint,3,opt,name=incarnation,proto3" json:"incarnation,omitempty"`     // random, drawn at bootstrap; never used twice
+	BootId      uint64                 `protobuf:"varint,4,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"` // random, drawn at each start
+	// What the node's version understands, of messages and of entries, and what it needs
+	// others of its cluster to understand; 0: a version that did not tell. See the server.
+	Protocol      uint32 `protobuf:"varint,5,opt,name=protocol,proto3" json:"protocol,omitempty"`
+	Needs         uint32 `protobuf:"varint,6,opt,name=needs,proto3" json:"needs,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -86,6 +90,20 @@ func (x *Identity) GetIncarnation() uint64 {
 func (x *Identity) GetBootId() uint64 {
 	if x != nil {
 		return x.BootId
+	}
+	return 0
+}
+
+func (x *Identity) GetProtocol() uint32 {
+	if x != nil {
+		return x.Protocol
+	}
+	return 0
+}
+
+func (x *Identity) GetNeeds() uint32 {
+	if x != nil {
+		return x.Needs
 	}
 	return 0
 }
@@ -153,10 +171,10 @@ type HelloResponse struct {
 	OtherBoots []uint64 `protobuf:"fixed64,4,rep,packed,name=other_boots,json=otherBoots,proto3" json:"other_boots,omitempty"`
 	// What this node knows of the nodes, as of that index of group 0; unset while it
 	// knows no more than the manifest.
-	Nodes      []*NodeRecord `protobuf:"bytes,5,rep,name=nodes,proto3" json:"nodes,omitempty"`
-	NodesIndex uint64        `protobuf:"varint,6,opt,name=nodes_index,json=nodesIndex,proto3" json:"nodes_index,omitempty"`
-	// Which entries of group 0 this node's version understands; see the server.
-	Protocol      uint32 `protobuf:"varint,7,opt,name=protocol,proto3" json:"protocol,omitempty"`
+	Nodes         []*NodeRecord `protobuf:"bytes,5,rep,name=nodes,proto3" json:"nodes,omitempty"`
+	NodesIndex    uint64        `protobuf:"varint,6,opt,name=nodes_index,json=nodesIndex,proto3" json:"nodes_index,omitempty"`
+	Protocol      uint32        `protobuf:"varint,7,opt,name=protocol,proto3" json:"protocol,omitempty"` // as in Identity, which the first versions to tell it did not use
+	Version       string        `protobuf:"bytes,8,opt,name=version,proto3" json:"version,omitempty"`    // of the program, for people
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -238,6 +256,13 @@ func (x *HelloResponse) GetProtocol() uint32 {
 		return x.Protocol
 	}
 	return 0
+}
+
+func (x *HelloResponse) GetVersion() string {
+	if x != nil {
+		return x.Version
+	}
+	return ""
 }
 
 // Manifest is what bootstrap draws, once, for the whole cluster. It is kept in
@@ -1664,16 +1689,18 @@ var File_kvd_v1_peer_proto protoreflect.FileDescriptor
 
 const file_kvd_v1_peer_proto_rawDesc = "" +
 	"\n" +
-	"\x11kvd/v1/peer.proto\x12\x06kvd.v1\x1a\x13kvd/v1/access.proto\x1a\x14kvd/v1/cluster.proto\x1a\x10kvd/v1/log.proto\"}\n" +
+	"\x11kvd/v1/peer.proto\x12\x06kvd.v1\x1a\x13kvd/v1/access.proto\x1a\x14kvd/v1/cluster.proto\x1a\x10kvd/v1/log.proto\"\xaf\x01\n" +
 	"\bIdentity\x12\x1d\n" +
 	"\n" +
 	"cluster_id\x18\x01 \x01(\tR\tclusterId\x12\x17\n" +
 	"\anode_id\x18\x02 \x01(\x04R\x06nodeId\x12 \n" +
 	"\vincarnation\x18\x03 \x01(\x04R\vincarnation\x12\x17\n" +
-	"\aboot_id\x18\x04 \x01(\x04R\x06bootId\"Z\n" +
+	"\aboot_id\x18\x04 \x01(\x04R\x06bootId\x12\x1a\n" +
+	"\bprotocol\x18\x05 \x01(\rR\bprotocol\x12\x14\n" +
+	"\x05needs\x18\x06 \x01(\rR\x05needs\"Z\n" +
 	"\fHelloRequest\x12$\n" +
 	"\x04from\x18\x01 \x01(\v2\x10.kvd.v1.IdentityR\x04from\x12$\n" +
-	"\x0eexpect_node_id\x18\x02 \x01(\x04R\fexpectNodeId\"\x88\x02\n" +
+	"\x0eexpect_node_id\x18\x02 \x01(\x04R\fexpectNodeId\"\xa2\x02\n" +
 	"\rHelloResponse\x12$\n" +
 	"\x04self\x18\x01 \x01(\v2\x10.kvd.v1.IdentityR\x04self\x12\x16\n" +
 	"\x06active\x18\x02 \x01(\bR\x06active\x121\n" +
@@ -1683,7 +1710,8 @@ const file_kvd_v1_peer_proto_rawDesc = "" +
 	"\x05nodes\x18\x05 \x03(\v2\x12.kvd.v1.NodeRecordR\x05nodes\x12\x1f\n" +
 	"\vnodes_index\x18\x06 \x01(\x04R\n" +
 	"nodesIndex\x12\x1a\n" +
-	"\bprotocol\x18\a \x01(\rR\bprotocol\"\x9b\x02\n" +
+	"\bprotocol\x18\a \x01(\rR\bprotocol\x12\x18\n" +
+	"\aversion\x18\b \x01(\tR\aversion\"\x9b\x02\n" +
 	"\bManifest\x12\x16\n" +
 	"\x06format\x18\x01 \x01(\rR\x06format\x12\x1d\n" +
 	"\n" +
