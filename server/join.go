@@ -186,7 +186,7 @@ func (n *Node) askToJoin(ctx context.Context, req *kvdv1.JoinRequest) (*kvdv1.Jo
 			return nil, fmt.Errorf("%w to join by %s: %s", ErrRefused, t.address, status.Convert(err).Message())
 		}
 		if status.Code(err) == codes.Unimplemented {
-			return nil, fmt.Errorf("%w to join by %s: its version takes no nodes in: run this version there first", ErrRefused, t.address)
+			return nil, fmt.Errorf("%w to join by %s: it, or the node that leads group 0, is of a version that takes no nodes in: run this version on all nodes first", ErrRefused, t.address)
 		}
 		errs = append(errs, fmt.Errorf("%s: %s", t.address, status.Convert(err).Message()))
 	}

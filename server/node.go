@@ -147,6 +147,9 @@ func (n *Node) start(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
+	if err := n.checkFormats(); err != nil {
+		return err
+	}
 	if id != nil {
 		n.identity.Store(id)
 		if have := id.manifest.GetShards(); have != n.cfg.Shards {
@@ -215,6 +218,15 @@ func (n *Node) start(ctx context.Context) (err error) {
 	n.log.Info("node serves", "cluster", n.identity.Load().manifest.GetClusterId(), "node", n.id(), "boot", fmt.Sprintf("%016x", n.bootID),
 		"address", n.advertise, "transports", n.export.names(), "shards", len(n.localShards()))
 	return nil
+}
+
+// checkFormats refuses what a newer version wrote while nothing is touched yet: who opens
+// the one file would have changed others.
+func (n *Node) checkFormats() error {
+	if _, err := n.dir.loadReplicas(); err != nil {
+		return err
+	}
+	return engine.CheckFormat(n.cfg.FS, n.cfg.DataDir)
 }
 
 // findOut takes what can be known of this node's id and of the others before anyone is

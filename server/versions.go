@@ -34,17 +34,18 @@ func (n *Node) needs() uint32 {
 	return oldestProtocol
 }
 
-// checkProtocol refuses a node whose version does not go together with this one's. One
-// that does not tell is of a version from before that, and is kept out where it must be by
-// the format of its directory.
-func (n *Node) checkProtocol(from *kvdv1.Identity) error {
-	has, needs := from.GetProtocol(), n.needs()
-	switch {
-	case has == 0:
-	case has < needs:
-		return fail(kvdv1.ErrorDetail_REASON_PROTOCOL, "node %d understands protocol %d, and node %d needs %d: start a newer kvd as node %d", from.GetNodeId(), has, n.id(), needs, from.GetNodeId())
-	case from.GetNeeds() > protocol:
-		return fail(kvdv1.ErrorDetail_REASON_PROTOCOL, "node %d needs protocol %d, and node %d understands %d: start a newer kvd as node %d", from.GetNodeId(), from.GetNeeds(), n.id(), protocol, n.id())
+// checkProtocol refuses a node whose version does not go together with this one's.
+func (n *Node) checkProtocol(from *kvdv1.Identity) error { return goTogether(n.self(), from) }
+
+// goTogether looks whether each of two nodes understands what the other needs. One that
+// does not tell is of a version from before that, and is kept out where it must be by the
+// format of its directory.
+func goTogether(a, b *kvdv1.Identity) error {
+	for range 2 {
+		if has := b.GetProtocol(); has != 0 && has < a.GetNeeds() {
+			return fail(kvdv1.ErrorDetail_REASON_PROTOCOL, "node %d needs protocol %d, and node %d understands %d: start a newer kvd as node %d", a.GetNodeId(), a.GetNeeds(), b.GetNodeId(), has, b.GetNodeId())
+		}
+		a, b = b, a
 	}
 	return nil
 }

@@ -2,6 +2,7 @@ package server
 
 import (
 	"context"
+	"fmt"
 	"net"
 	"os"
 	"path/filepath"
@@ -79,10 +80,28 @@ func TestProtocolsThatDoNotGoTogether(t *testing.T) {
 	}
 	eventually(t, "node 2 knows of the registry", func() bool { return to.directory().index > 0 })
 	require.Equal(t, uint32(registryProtocol), to.self().GetNeeds())
-	old := f.identity()
-	old.Protocol = registryProtocol
-	require.NoError(t, to.checkProtocol(old))
-	require.ErrorContains(t, to.checkProtocol(&kvdv1.Identity{NodeId: 3, Protocol: 1, Needs: protocol + 1}), "start a newer kvd as node 2")
+}
+
+func TestGoTogether(t *testing.T) {
+	for _, x := range []struct {
+		a, b  *kvdv1.Identity
+		older uint64 // 0: they go together
+	}{
+		{&kvdv1.Identity{Protocol: 5, Needs: 3}, &kvdv1.Identity{Protocol: 3, Needs: 1}, 0},
+		{&kvdv1.Identity{Protocol: 5, Needs: 3}, &kvdv1.Identity{Protocol: 2, Needs: 1}, 2},
+		{&kvdv1.Identity{Protocol: 3, Needs: 3}, &kvdv1.Identity{Protocol: 5, Needs: 4}, 1},
+		{&kvdv1.Identity{Protocol: 5, Needs: 3}, &kvdv1.Identity{}, 0}, // it does not tell
+	} {
+		x.a.NodeId, x.b.NodeId = 1, 2
+		for _, err := range []error{goTogether(x.a, x.b), goTogether(x.b, x.a)} {
+			if x.older == 0 {
+				require.NoError(t, err)
+				continue
+			}
+			requireReason(t, err, kvdv1.ErrorDetail_REASON_PROTOCOL)
+			require.ErrorContains(t, err, fmt.Sprintf("start a newer kvd as node %d", x.older))
+		}
+	}
 }
 
 // A node does not start beside peers that need more than it understands.

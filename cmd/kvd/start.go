@@ -31,7 +31,9 @@ import (
 // values lie outside of it, so it is small beside the node's memory.
 const gcPercent = 400
 
-func isEngineError(err error) bool { return errors.Is(err, engine.ErrCorrupt) }
+func isEngineError(err error) bool {
+	return errors.Is(err, engine.ErrCorrupt) || errors.Is(err, engine.ErrFormat)
+}
 
 // defaultTransports: a host without RDMA devices serves the others.
 var defaultTransports = []string{"shm", "verbs", "tcp"}

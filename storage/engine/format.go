@@ -48,10 +48,7 @@ func prepareDir(f vfs.FS, dir string) error {
 	if err := makeDir(f, dir); err != nil {
 		return err
 	}
-	path := f.PathJoin(dir, formatFile)
-	file, err := f.Open(path)
-	switch {
-	case errors.Is(err, fs.ErrNotExist):
+	if _, err := f.Stat(f.PathJoin(dir, formatFile)); errors.Is(err, fs.ErrNotExist) {
 		for _, sub := range []string{logDir, stateDir} {
 			if _, err := f.Stat(f.PathJoin(dir, sub)); err == nil {
 				return fmt.Errorf("%w %s has %s/ but no %s file: it was not made by kvd, or the file was lost; restore it from a backup or give an empty directory",
@@ -59,6 +56,18 @@ func prepareDir(f vfs.FS, dir string) error {
 			}
 		}
 		return writeFormat(f, dir)
+	}
+	return CheckFormat(f, dir)
+}
+
+// CheckFormat refuses a directory that was written by a newer version, and changes
+// nothing. One that has no stores yet is all right. Errors: ErrFormat, ErrCorrupt.
+func CheckFormat(f vfs.FS, dir string) error {
+	path := f.PathJoin(dir, formatFile)
+	file, err := f.Open(path)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil
 	case err != nil:
 		return openError(path, err)
 	}
@@ -74,7 +83,7 @@ func prepareDir(f vfs.FS, dir string) error {
 		return fmt.Errorf("%w %s was written with format %d, this version knows up to %d: run the newer kvd, or restore a backup of the older format",
 			ErrFormat, dir, version, formatVersion)
 	}
-	return nil
+	return errors.Join(checkStoreFormat(f, f.PathJoin(dir, logDir)), checkStoreFormat(f, f.PathJoin(dir, stateDir)))
 }
 
 // writeFormat creates the file under another name first: there is never half of it.

@@ -131,9 +131,6 @@ func openStore(dir string, o *pebble.Options) (db *pebble.DB, err error) {
 			db, err = nil, damaged(dir, fmt.Errorf("%v", r))
 		}
 	}()
-	if err := checkStoreFormat(o.FS, dir); err != nil {
-		return nil, err
-	}
 	db, err = pebble.Open(dir, o)
 	if err != nil {
 		return nil, openStoreError(dir, err)
