@@ -260,6 +260,10 @@ func (n *Node) Use(binary string) {
 	n.mu.bin = binary
 }
 
+// Use has nodes that are made from now on run another kvd, and those that were made go on
+// with it at their next start.
+func (c *Cluster) Use(binary string) { c.cfg.Binary = binary }
+
 // Args of the node's command line, to run it by hand. The caller owns the slice.
 func (n *Node) Args() []string { return append([]string{}, n.args...) }
 

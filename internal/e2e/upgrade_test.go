@@ -5,6 +5,7 @@ package e2e
 import (
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -90,6 +91,25 @@ func (c *cluster) hasCaughtUp(t testing.TB, id uint64) {
 	})
 }
 
+// leadMeta makes a node the leader of group 0.
+func (c *cluster) leadMeta(t testing.TB, id uint64) {
+	t.Helper()
+	a := c.admin(t)
+	await(t, fmt.Sprintf("node %d leads group 0", id), func() error {
+		ctx, cancel := within(10 * time.Second)
+		defer cancel()
+		nodes, err := a.Status(ctx)
+		for _, n := range nodes {
+			for _, s := range n.Status.GetShards() {
+				if n.NodeID == id && s.GetShard() == 0 && s.GetLeaderNode() == id {
+					return nil
+				}
+			}
+		}
+		return errors.Join(errors.New("another node leads it"), err, a.TransferLeader(ctx, 0, id))
+	})
+}
+
 // TestUpgrade: three nodes of an earlier commit become nodes of this one, one after the
 // other and under load; while both are there, each leads the other. Not one get fails, no
 // put is lost or takes longer than its five seconds, and kvctl of both versions works with
@@ -144,12 +164,120 @@ func TestUpgrade(t *testing.T) {
 		c.lead(t, 3) // and the earlier one this
 		l.awaitProgress(t)
 		useTools(fmt.Sprintf("with %d of 3", n.ID))
+		// What the earlier version would stop at is not begun.
+		dir := filepath.Join(c.dir, "joiner")
+		join := withFlags(c.Node(1).Args(), "--data-dir", dir, "--listen", freeAddr(t), "--tcp-listen", "127.0.0.1:0", "--metrics-listen", "", "--join", c.Node(1).Address)
+		join = withoutFlag(withoutFlag(withoutFlag(join, "--peers"), "--bootstrap"), "--node-id")
+		c.leadMeta(t, n.ID)
+		command{bin: kvdBin, args: join}.run(t).refused(t, 3, fmt.Sprintf("node %d at %s", n.ID+1, c.Node(n.ID+1).Address), "can not be in a cluster that grows (it understands protocol 0, and 1 is needed)")
+		require.NoFileExists(t, filepath.Join(dir, "cluster.json"))
+		require.Contains(t, succeeded(t, c.kvctl(t, "members")).stdout, "protocol of all: 0\n")
 	}
 	useTools("after")
+
+	// Nothing is there yet that the earlier version does not know.
+	change(2, old.kvd)
+	c.lead(t, 2)
+	l.awaitProgress(t)
+	change(2, kvdBin)
+
+	require.Contains(t, succeeded(t, c.kvctl(t, "members")).stdout, "protocol of all: 2\n")
+	ctx, cancel := within(patience)
+	defer cancel()
+	c.Cluster.Use(kvdBin)
+	_, err := c.Join(ctx)
+	require.NoError(t, err)
+	awaitActive(t, c, 4)
+	l.awaitProgress(t)
+	stop, cancel := within(stopTimeout)
+	defer cancel()
+	require.NoError(t, c.Node(2).Stop(stop))
+	before := read(t, filepath.Join(c.Node(2).DataDir, "cluster.json"))
+	command{bin: old.kvd, args: c.Node(2).Args()}.run(t).refused(t, 4, "cluster.json has format 2, this kvd knows 1: start the newer kvd that wrote it")
+	require.Equal(t, before, read(t, filepath.Join(c.Node(2).DataDir, "cluster.json")))
+	c.restart(t, 2)
+	c.hasCaughtUp(t, 2)
+
 	r.requireUnharmed(t)
 	l.pause()
 	require.Empty(t, l.errors(), "puts failed, or their outcome is unknown")
 	l.verify(t, c.dial(t, nil))
 	check(t, c.dial(t, nil), held)
 	t.Logf("%d gets and %d puts, none failed", r.gets.Load(), l.acked.Load())
+}
+
+func read(t testing.TB, file string) string {
+	t.Helper()
+	b, err := os.ReadFile(file)
+	require.NoError(t, err)
+	return string(b)
+}
+
+// TestNewerDirectory: a directory that a newer kvd wrote is refused by one sentence that
+// names both formats, and is as it was.
+func TestNewerDirectory(t *testing.T) {
+	c := newCluster(t, devcluster.Config{Nodes: 1})
+	held := fill(t, c.dial(t, nil), "held", 20, 500)
+	n := c.Node(1)
+	ctx, cancel := within(stopTimeout)
+	defer cancel()
+	require.NoError(t, n.Stop(ctx))
+	for _, x := range []struct {
+		name  string
+		newer func(t *testing.T, dir string)
+		says  []string
+	}{
+		{"cluster.json", func(t *testing.T, dir string) {
+			file := filepath.Join(dir, "cluster.json")
+			require.NoError(t, os.WriteFile(file, []byte(`{"format": 3, "node": {"id": 1}}`), 0o600))
+		}, []string{"cluster.json has format 3, this kvd knows 2: start the newer kvd that wrote it"}},
+		{"replicas.json", func(t *testing.T, dir string) {
+			file := filepath.Join(dir, "replicas.json")
+			require.NoError(t, os.WriteFile(file, []byte(`{"format": 2, "replicas": [1, 2]}`), 0o600))
+		}, []string{"replicas.json has format 2, this kvd knows 1: start the newer kvd that wrote it"}},
+		{"stores", func(t *testing.T, dir string) {
+			require.NoError(t, os.WriteFile(filepath.Join(dir, "FORMAT"), []byte("kvd-engine 2\n"), 0o600))
+		}, []string{"was written with format 2, this version knows up to 1: run the newer kvd"}},
+		{"log of Pebble", newerPebble("log"), []string{"was written with Pebble's format", "run the newer kvd"}},
+		{"state of Pebble", newerPebble("state"), []string{"was written with Pebble's format", "run the newer kvd"}},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			dir := copyOf(t, n.DataDir)
+			x.newer(t, dir)
+			before := filesIn(t, dir)
+			command{bin: kvdBin, args: withFlags(n.Args(), "--data-dir", dir)}.run(t).refused(t, 4, append(x.says, dir)...)
+			after := filesIn(t, dir)
+			for name := range before {
+				require.True(t, before[name] == after[name], "%s was changed", name)
+			}
+			require.Len(t, after, len(before))
+		})
+	}
+	c.restart(t, 1)
+	check(t, c.dial(t, nil), held)
+}
+
+// newerPebble marks a store as one that a later Pebble wrote.
+func newerPebble(store string) func(*testing.T, string) {
+	return func(t *testing.T, dir string) {
+		files, err := filepath.Glob(filepath.Join(dir, store, "marker.format-version.*"))
+		require.NoError(t, err)
+		require.Len(t, files, 1)
+		newer := strings.TrimSuffix(files[0], filepath.Ext(files[0])) + ".999"
+		require.NoError(t, os.Rename(files[0], newer))
+	}
+}
+
+// filesIn a data directory, by name; what each start writes is left out.
+func filesIn(t *testing.T, dir string) map[string]string {
+	t.Helper()
+	all := map[string]string{}
+	require.NoError(t, filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+		if err == nil && d.Type().IsRegular() && d.Name() != "LOCK" && d.Name() != "RUNNING" {
+			all[path] = read(t, path)
+		}
+		return err
+	}))
+	require.NotEmpty(t, all)
+	return all
 }
