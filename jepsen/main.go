@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -74,6 +75,7 @@ type flags struct {
 	seed      uint64
 
 	nodes       int
+	replication int
 	shards      int
 	concurrency int
 	rate        float64
@@ -122,7 +124,8 @@ func newCommand() *cobra.Command {
 	fs.DurationVar(&f.length, "time", 60*time.Second, "how long clients and faults run, for each workload and transport")
 	fs.StringVar(&f.transport, "transport", "mixed", "how clients read: shm, tcp, mixed (shm, tcp, auto and grpc beside each other; one node without shm), or all of these in turn; verbs (and tcp beside it), for hosts that have an RDMA device")
 	fs.Uint64Var(&f.seed, "seed", 1, "of faults and operations")
-	fs.IntVar(&f.nodes, "nodes", 3, "number of nodes: 3 or 5")
+	fs.IntVar(&f.nodes, "nodes", 3, "number of nodes: 1, 3, 5 or 7")
+	fs.IntVar(&f.replication, "replication", 0, "replicas of each shard: 1, 3 or 5 (default: as many as there are nodes, 5 at most)")
 	fs.IntVar(&f.shards, "shards", 0, "number of shards (default: 32, with faults of membership 8; for list and set 4, as a list needs every shard)")
 	fs.IntVar(&f.concurrency, "concurrency", 12, "processes, each with one operation under way")
 	fs.Float64Var(&f.rate, "rate", 400, "operations a second, all processes together; 0: as fast as they go")
@@ -163,8 +166,11 @@ func (f *flags) validate() error {
 			bad("--transport %q: want shm, tcp, mixed, verbs or all", name)
 		}
 	}
-	if f.nodes != 3 && f.nodes != 5 {
-		bad("--nodes %d: want 3 or 5", f.nodes)
+	if !slices.Contains([]int{1, 3, 5, 7}, f.nodes) {
+		bad("--nodes %d: want 1, 3, 5 or 7", f.nodes)
+	}
+	if n := f.replicas(); !slices.Contains([]int{1, 3, 5}, n) || n > f.nodes {
+		bad("--replication %d of %d nodes: want 1, 3 or 5, and at most as many as there are nodes", n, f.nodes)
 	}
 	if f.shards < 0 || f.concurrency < 1 || f.keys < 1 || !(f.rate >= 0) || math.IsInf(f.rate, 0) || f.length <= 0 || f.opTimeout <= 0 {
 		bad("--concurrency, --keys, --time and --op-timeout: want more than 0; --shards and --rate: at least 0, and a number")
@@ -183,6 +189,9 @@ func (f *flags) validate() error {
 	}
 	return errors.Join(errs...)
 }
+
+// replicas of each shard.
+func (f *flags) replicas() int { return cmp.Or(f.replication, min(f.nodes, 5)) }
 
 func (f *flags) settings() workload.Settings {
 	return workload.Settings{Keys: f.keys, Processes: f.concurrency, MinSize: f.minSize, MaxSize: f.maxSize, OpsPerKey: 200, UnknownsPerKey: 5}

@@ -138,14 +138,14 @@ func (r *run) prepare(ctx context.Context) error {
 		Namespaces: namespaces, Addrs: f.addresses, Clients: []string{"beside", "apart"},
 		Args: []string{
 			"--tick", "50ms", "--arena", f.arena, "--max-chunk", "2MiB", "--cache", "16MiB", "--min-free-disk", nemesis.MinFreeDisk,
-			"--replication", strconv.Itoa(f.nodes),
+			"--replication", strconv.Itoa(f.replicas()),
 		},
 	}
 	if f.transport == verbs {
 		cfg.Args = append(cfg.Args, "--transports", "verbs,tcp", "--require-rdma")
 	}
 	cfg.Args = append(cfg.Args, f.nodeFlags...)
-	if f.transport == "mixed" {
+	if f.transport == "mixed" && f.nodes > 1 {
 		// One read may then take its object from one transport and its quorum from another.
 		cfg.NodeArgs = map[uint64][]string{uint64(f.nodes): {"--transports", "tcp"}}
 	}
@@ -201,6 +201,10 @@ func (r *run) dropImpossible() error {
 			r.say("fault %s left out: no network of our own", k)
 		case nemesis.NeedsChaos(k) && !r.f.programs.chaos:
 			r.say("fault %s left out: kvd was not built with the tag chaos", k)
+		case nemesis.NeedsOthers(k) && r.f.nodes == 1:
+			r.say("fault %s left out: there is one node", k)
+		case nemesis.NeedsReplicas(k) && r.f.replicas() == 1:
+			r.say("fault %s left out: each shard has one replica", k)
 		case k == nemesis.OOM && r.env.NoCgroups != nil:
 			r.say("fault %s left out: %v", k, r.env.NoCgroups)
 		default:
@@ -229,7 +233,7 @@ func (f *flags) planned(kinds []string) (nemesis.Lanes, error) {
 func (r *run) header(namespaces bool) history.Header {
 	f := r.f
 	h := history.Header{Workload: f.workload, Nemesis: f.nemesis, LeftOut: r.leftOut, Seed: f.seed, Settings: map[string]string{
-		"transport": f.transport, "time": f.length.String(), "nodes": strconv.Itoa(f.nodes), "shards": strconv.Itoa(f.shards),
+		"transport": f.transport, "time": f.length.String(), "nodes": strconv.Itoa(f.nodes), "replication": strconv.Itoa(f.replicas()), "shards": strconv.Itoa(f.shards),
 		"concurrency": strconv.Itoa(f.concurrency), "rate": strconv.FormatFloat(f.rate, 'g', -1, 64), "keys": strconv.Itoa(f.keys),
 		"min-size": strconv.Itoa(f.minSize), "max-size": strconv.Itoa(f.maxSize), "op-timeout": f.opTimeout.String(), "arena": f.arena,
 		"namespaces": strconv.FormatBool(namespaces), "addresses": strings.Join(f.addresses, ","), "node-flags": strings.Join(f.nodeFlags, ","),

@@ -141,7 +141,7 @@ func (r *Runner) one(ctx context.Context, e Event, f *history.Fault) error {
 	}
 	f.Nodes = []uint64{id}
 	n := r.Env.Node(id)
-	if slices.Contains(laneKinds[0], e.Kind) && e.Kind != KillAll {
+	if slices.Contains(laneKinds[0], e.Kind) && e.Kind != KillAll && e.Kind != RollingRestart {
 		defer n.Claim()()
 	}
 	switch e.Kind {
@@ -190,6 +190,12 @@ func (r *Runner) one(ctx context.Context, e Event, f *history.Fault) error {
 		return r.cut(ctx, e, f, fromClients(id, r.Env.ClientHosts(), e.Mode, e.Seed))
 	case Flap:
 		return r.flap(ctx, e, id, f)
+	case RollingRestart:
+		return r.rollingRestart(ctx, e, f)
+	case Drain:
+		return r.drains(ctx, e, f)
+	case Replace:
+		return r.lost(ctx, e, f)
 	case Churn:
 		return r.churn(ctx, e, f)
 	case Moves:

@@ -171,6 +171,17 @@ func (r *Runner) ready(ctx context.Context, f *history.Fault) error {
 // replace has a node leave for good, waits until it has, and puts another in its place.
 func (r *Runner) replace(ctx context.Context, n *env.Node, f *history.Fault) error {
 	n.Leave(true)
+	if err := r.leaves(ctx, n, f); err != nil {
+		return err
+	}
+	if err := startAnew(n); err != nil {
+		return err
+	}
+	return r.joins(ctx, n, f)
+}
+
+// leaves decommissions a node and waits until it is gone.
+func (r *Runner) leaves(ctx context.Context, n *env.Node, f *history.Fault) error {
 	was := n.Member()
 	took, err := r.await(ctx, movePatience, fmt.Sprintf("node %d (id %d) leaves", n.ID, was), func() error {
 		m, err := r.member(n)
@@ -182,14 +193,10 @@ func (r *Runner) replace(ctx context.Context, n *env.Node, f *history.Fault) err
 		}
 		return fmt.Errorf("it is %s, with %d replicas%s", m.State, m.Replicas, because(err))
 	})
-	if err != nil {
-		return err
+	if err == nil {
+		f.Detail += fmt.Sprintf("id %d was gone after %.1f s; ", was, took.Seconds())
 	}
-	f.Detail += fmt.Sprintf("id %d was gone after %.1f s; ", was, took.Seconds())
-	if err := startAnew(n); err != nil {
-		return err
-	}
-	return r.joins(ctx, n, f)
+	return err
 }
 
 func because(err error) string {

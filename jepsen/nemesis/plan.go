@@ -32,15 +32,19 @@ const (
 	Flap          = "flap"           // a node's cable goes out and in
 	Churn         = "churn"          // a node joins; another is drained, and leaves for good or comes back
 	Moves         = "moves"          // replicas moved to and fro
+
+	RollingRestart = "rolling-restart" // all nodes, one after the other, by SIGTERM
+	Drain          = "drain"           // all nodes, one after the other, drained and restarted
+	Replace        = "replace"         // a node is lost for good, and another takes its place
 )
 
 // processKinds need no network of their own, networkKinds do; chaosKinds need a kvd that
 // was built with the tag chaos; memberKinds need a spare node.
 var (
-	processKinds = []string{Kill, KillAll, Stop, Transfer, Snapshot, Tiny, OOM, Grow}
+	processKinds = []string{Kill, KillAll, Stop, Transfer, Snapshot, Tiny, OOM, Grow, RollingRestart}
 	chaosKinds   = []string{SlowDisk, StallSync, FailSync, DiskFull, ClockJump}
 	networkKinds = []string{Halves, Ring, Bridge, OneWay, IsolateLeader, ClientLeader, Flap}
-	memberKinds  = []string{Churn, Moves}
+	memberKinds  = []string{Churn, Moves, Drain, Replace}
 )
 
 // Kinds of all faults.
@@ -54,6 +58,17 @@ func NeedsSpare(kind string) bool { return slices.Contains(memberKinds, kind) }
 
 // NeedsNetwork tells whether a fault needs a network that can be cut.
 func NeedsNetwork(kind string) bool { return slices.Contains(networkKinds, kind) }
+
+// NeedsOthers tells whether a fault is of something between nodes: with one there is none.
+func NeedsOthers(kind string) bool {
+	return slices.Contains([]string{Halves, Ring, Bridge, OneWay, IsolateLeader}, kind)
+}
+
+// NeedsReplicas tells whether a fault is of something between the replicas of a shard, or
+// takes one away for good.
+func NeedsReplicas(kind string) bool {
+	return slices.Contains([]string{Transfer, Snapshot, Replace}, kind)
+}
 
 // ParseKinds reads all, none, process, disk (and clock), network, membership, or names with commas between.
 func ParseKinds(s string) ([]string, error) {
@@ -105,6 +120,9 @@ var span = map[string][2]time.Duration{
 	OneWay: {2 * time.Second, 6 * time.Second}, IsolateLeader: {2 * time.Second, 6 * time.Second},
 	ClientLeader: {2 * time.Second, 5 * time.Second}, Flap: {2 * time.Second, 5 * time.Second},
 	Churn: {time.Second, 4 * time.Second}, Moves: {4 * time.Second, 8 * time.Second},
+	// As long as each node is away.
+	RollingRestart: {100 * time.Millisecond, 1500 * time.Millisecond}, Drain: {100 * time.Millisecond, 500 * time.Millisecond},
+	Replace: {100 * time.Millisecond, 200 * time.Millisecond},
 }
 
 const (

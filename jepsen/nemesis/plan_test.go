@@ -75,7 +75,7 @@ func TestParseKinds(t *testing.T) {
 	}
 	members, err := ParseKinds("membership,kill")
 	require.NoError(t, err)
-	require.Equal(t, []string{Churn, Kill, Moves}, members)
+	require.Equal(t, []string{Churn, Drain, Kill, Moves, Replace}, members)
 	for _, k := range members {
 		require.Equal(t, k != Kill, NeedsSpare(k))
 	}
