@@ -90,7 +90,7 @@ func TestDiskFaultsAreSeen(t *testing.T) {
 // A node joins, and another is emptied and leaves or comes back, while a third is killed.
 func TestMembershipFaultsAreSeen(t *testing.T) {
 	bin, kvd := build(t)
-	out, errOut, _, h := wholeRun(t, bin, kvd, "--nemesis", "membership,kill", "--time", "50s", "--seed", "1")
+	out, errOut, _, h := wholeRun(t, bin, kvd, "--nemesis", "churn,moves,kill", "--time", "50s", "--seed", "1")
 	require.True(t, strings.HasPrefix(out, "PASS"), "%s%s", out, errOut)
 	seen := map[string]bool{}
 	for _, f := range h.Faults {
@@ -100,6 +100,20 @@ func TestMembershipFaultsAreSeen(t *testing.T) {
 		require.True(t, seen[kind], "%s: %s", kind, errOut)
 	}
 	require.Contains(t, errOut, "no replica moves", "the run waited for what was on its way")
+}
+
+// All nodes are restarted in turn, and drained in turn, and one that is lost is replaced.
+func TestPlannedWorkIsSeen(t *testing.T) {
+	bin, kvd := build(t)
+	out, errOut, _, h := wholeRun(t, bin, kvd, "--nemesis", "rolling-restart,drain,replace", "--time", "45s", "--seed", "2")
+	require.True(t, strings.HasPrefix(out, "PASS"), "%s%s", out, errOut)
+	seen := map[string]bool{}
+	for _, f := range h.Faults {
+		seen[f.Kind] = seen[f.Kind] || f.Seen
+	}
+	for _, kind := range []string{"rolling-restart", "drain", "replace"} {
+		require.True(t, seen[kind], "%s: %s", kind, errOut)
+	}
 }
 
 // A kvd as it is shipped has no orders for its disk; what needs them is left out.

@@ -196,6 +196,25 @@ func TestRunsWithoutFaults(t *testing.T) {
 	}
 }
 
+// With one node there is nothing between nodes, and with one replica nothing between
+// replicas, to have faults.
+func TestFaultsBySize(t *testing.T) {
+	for _, c := range []struct {
+		nodes, replication int
+		leftOut            []string
+	}{
+		{1, 0, []string{"isolate-leader", "replace", "transfer"}}, {3, 1, []string{"replace", "transfer"}}, {3, 3, nil}, {7, 0, nil},
+	} {
+		f := &flags{workload: "register", nemesis: "kill,replace,transfer,isolate-leader", length: time.Minute, nodes: c.nodes, replication: c.replication, programs: &binaries{}}
+		r, err := f.newRun(func(string, ...any) {})
+		require.NoError(t, err)
+		r.leaveOutBySize()
+		require.Equal(t, c.leftOut, r.leftOut)
+	}
+	require.Equal(t, []int{1, 3, 5, 5}, []int{(&flags{nodes: 1}).replicas(), (&flags{nodes: 3}).replicas(), (&flags{nodes: 5}).replicas(), (&flags{nodes: 7}).replicas()})
+	require.Equal(t, 1, (&flags{nodes: 7, replication: 1}).replicas())
+}
+
 func TestGetsDuringStops(t *testing.T) {
 	h := &history.History{Faults: []history.Fault{{Kind: "stop", Seen: true, Start: 10, End: 20}, {Kind: "kill", Seen: true, Start: 30, End: 40}}}
 	for _, call := range []int64{5, 11, 15, 19, 31} {
@@ -220,7 +239,7 @@ func TestControlsInTime(t *testing.T) {
 func TestBadFlags(t *testing.T) {
 	good := saved(t, func(*history.Header, []*history.Op, *history.End) {})
 	for _, args := range [][]string{
-		{"--workload", "bank"}, {"--nemesis", "rain"}, {"--transport", "pigeon"}, {"--nodes", "4"}, {"--keys", "0"},
+		{"--workload", "bank"}, {"--nemesis", "rain"}, {"--transport", "pigeon"}, {"--nodes", "4"}, {"--nodes", "3", "--replication", "5"}, {"--replication", "2"}, {"--keys", "0"},
 		{"--time", "0s"}, {"--min-size", "1"}, {"--net", "moon"}, {"--rate", "-1"}, {"--rate", "NaN"}, {"--rate", "Inf"}, {"--judge", "/does/not/exist"},
 		{"--plan", "--time", "2s"}, {"--judge", good, "--control", "all"}, {"--judge", good, "--plan"}, {"--control", "all", "--plan"},
 		{"--addresses", "10.0.0.1,10.0.0.2"}, {"--addresses", "10.0.0.1,10.0.0.2,10.0.0.3", "--net", "namespaces"},

@@ -195,16 +195,13 @@ func (r *run) leaveOut(which func(kind string) bool) {
 // others. That none is left, or none has room in the run, is an error: such a run would
 // show nothing of what was asked for.
 func (r *run) dropImpossible() error {
+	r.leaveOutBySize()
 	r.leaveOut(func(k string) bool {
 		switch {
 		case nemesis.NeedsNetwork(k) && !r.env.CanCut():
 			r.say("fault %s left out: no network of our own", k)
 		case nemesis.NeedsChaos(k) && !r.f.programs.chaos:
 			r.say("fault %s left out: kvd was not built with the tag chaos", k)
-		case nemesis.NeedsOthers(k) && r.f.nodes == 1:
-			r.say("fault %s left out: there is one node", k)
-		case nemesis.NeedsReplicas(k) && r.f.replicas() == 1:
-			r.say("fault %s left out: each shard has one replica", k)
 		case k == nemesis.OOM && r.env.NoCgroups != nil:
 			r.say("fault %s left out: %v", k, r.env.NoCgroups)
 		default:
@@ -218,6 +215,21 @@ func (r *run) dropImpossible() error {
 	var err error
 	r.lanes, err = r.f.planned(r.kinds)
 	return err
+}
+
+// leaveOutBySize leaves out what the number of nodes or of replicas does not allow.
+func (r *run) leaveOutBySize() {
+	r.leaveOut(func(k string) bool {
+		switch {
+		case nemesis.NeedsOthers(k) && r.f.nodes == 1:
+			r.say("fault %s left out: there is one node", k)
+		case nemesis.NeedsReplicas(k) && r.f.replicas() == 1:
+			r.say("fault %s left out: each shard has one replica", k)
+		default:
+			return false
+		}
+		return true
+	})
 }
 
 // planned are the faults that the seed means. That there are none, though kinds of them were
