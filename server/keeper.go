@@ -59,7 +59,7 @@ func (n *Node) keep(ctx context.Context) {
 			continue
 		case k.since.IsZero():
 			*k = keeper{since: now, heard: map[uint64]time.Time{}}
-		case now.Before(k.next):
+		case !k.due(now):
 			continue
 		}
 		busy, err := n.keepOnce(ctx, k)
@@ -71,6 +71,13 @@ func (n *Node) keep(ctx context.Context) {
 			k.next = now.Add(keepRest)
 		}
 	}
+}
+
+// due tells whether it is time to ask again. Where it is not for longer than anything
+// sets, the clock was set back.
+func (k *keeper) due(now time.Time) bool {
+	wait := k.next.Sub(now)
+	return wait <= 0 || wait > keepRest
 }
 
 // keeperNow is a keeper that knows what the running one heard. It is the caller's.
