@@ -13,24 +13,39 @@ import (
 	"github.com/kvd-io/kvd/jepsen/worker"
 )
 
-// orderTimeout is how long a node may take to obey; it may have been killed.
+// orderTimeout is how long a node may take to obey once; it may have been killed.
 const orderTimeout = 5 * time.Second
 
+// order is given again and again until the node obeys: the fault before may have started
+// it a moment ago, and then it does not listen yet. A node that does not run obeys nobody.
 func order(ctx context.Context, n *env.Node, o faults.Order) (faults.State, error) {
 	// What was ordered has to be taken back also when the run ends.
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), orderTimeout)
-	defer cancel()
-	return faults.Send(ctx, n.Socket, o)
+	ctx = context.WithoutCancel(ctx)
+	for end := time.Now().Add(patience); ; {
+		once, cancel := context.WithTimeout(ctx, orderTimeout)
+		st, err := faults.Send(once, n.Socket, o)
+		cancel()
+		if err == nil || n.PID() == 0 || time.Now().After(end) {
+			return st, err
+		}
+		pause(ctx, look)
+	}
 }
 
-// under lets a node suffer an order for a while; met tells from the counts before and
-// after whether it did.
+// under lets a node suffer an order for a while, and until it was met with; met tells from
+// the counts before and after whether it was.
 func (r *Runner) under(ctx context.Context, e Event, n *env.Node, f *history.Fault, o faults.Order, met func(before, after faults.State) (uint64, string)) error {
 	before, err := order(ctx, n, o)
 	if err != nil {
 		return err
 	}
 	pause(ctx, e.For)
+	// The same order again changes nothing, and tells how far it is.
+	r.until(ctx, func() bool {
+		now, err := order(ctx, n, o)
+		count, _ := met(before, now)
+		return err != nil || count > 0
+	})
 	after, err := order(ctx, n, faults.Order{})
 	if err != nil {
 		return err
@@ -41,17 +56,20 @@ func (r *Runner) under(ctx context.Context, e Event, n *env.Node, f *history.Fau
 	return nil
 }
 
+// more is what a count grew by; a process that was started anew counts anew.
+func more(before, after uint64) uint64 { return after - min(after, before) }
+
 func (r *Runner) slowDisk(ctx context.Context, e Event, n *env.Node, f *history.Fault) error {
 	slow := time.Duration(2+rand.New(rand.NewPCG(e.Seed, 0)).IntN(60)) * time.Millisecond
 	f.Detail += fmt.Sprintf("%v each, ", slow)
 	return r.under(ctx, e, n, f, faults.Order{Slow: slow}, func(before, after faults.State) (uint64, string) {
-		return after.Slowed - before.Slowed, "operations took longer"
+		return more(before.Slowed, after.Slowed), "operations took longer"
 	})
 }
 
 func (r *Runner) stallSync(ctx context.Context, e Event, n *env.Node, f *history.Fault) error {
 	return r.under(ctx, e, n, f, faults.Order{StallSync: true}, func(before, after faults.State) (uint64, string) {
-		return after.Stalled - before.Stalled, "syncs hung"
+		return more(before.Stalled, after.Stalled), "syncs hung"
 	})
 }
 
@@ -66,7 +84,7 @@ func (r *Runner) clockJump(ctx context.Context, e Event, n *env.Node, f *history
 	jump := jumps[rand.New(rand.NewPCG(e.Seed, 0)).IntN(len(jumps))]
 	f.Detail += fmt.Sprintf("by %v, ", jump)
 	return r.under(ctx, e, n, f, faults.Order{Shift: jump}, func(before, after faults.State) (uint64, string) {
-		return after.Shifted - before.Shifted, "times told"
+		return more(before.Shifted, after.Shifted), "times told"
 	})
 }
 
@@ -123,9 +141,12 @@ func (r *Runner) diskFull(ctx context.Context, e Event, n *env.Node, f *history.
 		return err
 	}
 	rng := rand.New(rand.NewPCG(e.Seed, 0))
-	for end := time.Now().Add(e.For); time.Now().Before(end) && ctx.Err() == nil; {
+	for began := time.Now(); ctx.Err() == nil && r.lasts(began, e.For, time.Since(began) > e.For && n.Logged(diskRefuses, from)); {
 		_ = r.bulk(uint32(1+rng.IntN(r.Shards)), 1<<20, 128<<10) // refused where this node leads
 		pause(ctx, 50*time.Millisecond)
+		if n.PID() == 0 {
+			break
+		}
 	}
 	f.Seen = n.Logged(diskRefuses, from)
 	select {
@@ -168,7 +189,7 @@ func (r *Runner) grow(ctx context.Context, e Event, f *history.Fault) error {
 	size := map[uint64]uint64{}
 	grown, keys := 0, 0
 	var last error
-	for end := time.Now().Add(e.For); time.Now().Before(end) && ctx.Err() == nil; {
+	for began := time.Now(); r.lasts(began, e.For, grown > 0) && ctx.Err() == nil; {
 		r.fills++
 		n, err := r.Ctl.Fill(worker.Fill{Shard: shard, Bytes: growPiece * worker.MinSize, Size: worker.MinSize, AtOnce: 64, Prefix: fmt.Sprintf("grow/%d/", r.fills)})
 		keys += n

@@ -1,6 +1,7 @@
 package nemesis
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -29,6 +30,8 @@ type Runner struct {
 	// quiet keeps other lanes than that of membership from beginning a fault: see await.
 	quiet atomic.Bool
 	net   network // nil: that of Env
+	// patient is how long a fault waits for its proof; 0: patience.
+	patient time.Duration
 }
 
 // Control asks and orders the cluster: a worker that is never cut off.
@@ -75,20 +78,53 @@ func (r *Runner) Run(ctx context.Context, lanes Lanes) {
 				if !NeedsSpare(e.Kind) {
 					held += r.holdBack(ctx)
 				}
-				f := history.Fault{Kind: e.Kind, Start: worker.Now()}
-				err := r.one(ctx, e, &f)
-				f.End = worker.Now()
-				if err != nil {
-					f.Seen = false
-					f.Detail += " failed: " + err.Error()
-				}
-				f.Short = !f.Seen && ctx.Err() != nil
+				f := r.insist(ctx, e)
 				r.Record(f)
 				r.Say("%5.1f s  %s", time.Since(began).Seconds(), describe(f))
 			}
 		})
 	}
 	wg.Wait()
+}
+
+// attempts are how often a fault is tried until it is seen to happen: at each node of the
+// smallest cluster.
+const attempts = 3
+
+// insist makes a fault happen: where it was not seen to it is tried again at another node,
+// as this one may be empty, leave the cluster just now, or be cut off by another fault.
+func (r *Runner) insist(ctx context.Context, e Event) history.Fault {
+	before := ""
+	for try := 1; ; try++ {
+		f := history.Fault{Kind: e.Kind, Start: worker.Now()}
+		err := r.one(ctx, e, &f)
+		f.End = worker.Now()
+		if err != nil {
+			f.Seen = false
+			f.Detail += " failed: " + err.Error()
+		}
+		f.Short = !f.Seen && ctx.Err() != nil
+		f.Detail = before + f.Detail
+		// Faults of membership have patience of their own, and go on where they were.
+		if f.Seen || f.Short || try == attempts || NeedsSpare(e.Kind) {
+			return f
+		}
+		before = fmt.Sprintf("%s; nodes %v, not seen, tried again: ", f.Detail, f.Nodes)
+		e = e.elsewhere()
+	}
+}
+
+// until waits for the proof of a fault, which other faults may keep from showing.
+func (r *Runner) until(ctx context.Context, seen func() bool) {
+	for began := time.Now(); !seen() && r.lasts(began, 0, false) && pause(ctx, look); {
+	}
+}
+
+// lasts tells whether a fault that is made of many steps goes on: as long as it is to, and
+// then until it was seen, within patience.
+func (r *Runner) lasts(began time.Time, least time.Duration, seen bool) bool {
+	took := time.Since(began)
+	return took < least || !seen && took < least+cmp.Or(r.patient, patience)
 }
 
 // holdBack waits while a fault of membership has asked for quiet, and tells for how long.
@@ -295,12 +331,13 @@ func (r *Runner) stop(ctx context.Context, e Event, n *env.Node, f *history.Faul
 	if err := n.Signal(syscall.SIGSTOP); err != nil {
 		return err
 	}
-	for range 50 { // the signal takes a moment to reach every thread
-		if f.Seen = n.Stopped(); f.Seen || !pause(ctx, 2*time.Millisecond) {
-			break
-		}
+	// The signal takes a moment to reach every thread: a long one, where processors are scarce.
+	for end := time.Now().Add(patience); !f.Seen && n.PID() != 0 && time.Now().Before(end) && pause(ctx, 2*time.Millisecond); {
+		f.Seen = n.Stopped()
 	}
-	pause(ctx, e.For)
+	if f.Seen {
+		pause(ctx, e.For)
+	}
 	return n.Signal(syscall.SIGCONT)
 }
 
@@ -308,7 +345,7 @@ func (r *Runner) transfer(ctx context.Context, e Event, f *history.Fault) error 
 	rng := rand.New(rand.NewPCG(e.Seed, 0))
 	f.Nodes = nil
 	done, asked := 0, 0
-	for end := time.Now().Add(e.For); time.Now().Before(end) && ctx.Err() == nil; {
+	for began := time.Now(); r.lasts(began, e.For, done > 0) && ctx.Err() == nil; {
 		t := worker.Transfer{Shard: uint32(1 + rng.IntN(r.Shards)), To: r.Env.Node(e.Order[rng.IntN(len(e.Order))]).Member()}
 		asked++
 		if r.Ctl.Transfer(t) == nil {
@@ -428,7 +465,7 @@ func (r *Runner) tiny(ctx context.Context, e Event, n *env.Node, f *history.Faul
 	}
 	var evicted, away uint64
 	var last error
-	for end := time.Now().Add(e.For); time.Now().Before(end) && ctx.Err() == nil; {
+	for began := time.Now(); r.lasts(began, e.For, evicted+away > 0) && ctx.Err() == nil; {
 		// Bulk drives the rest out; it fails where another fault is in its way.
 		last = r.bulk(uint32(1+rng.IntN(r.Shards)), 1<<20, 32<<10)
 		if st, err := r.Ctl.Status(); err == nil {
@@ -476,21 +513,22 @@ func (r *Runner) cut(ctx context.Context, e Event, f *history.Fault, cuts []env.
 	if err != nil {
 		return err
 	}
+	after, derr := before, error(nil)
 	pause(ctx, e.For)
-	after, err := r.network().Dropped()
-	if err != nil {
-		return err
-	}
-	f.Seen = verr == nil && after > before
+	r.until(ctx, func() bool {
+		after, derr = r.network().Dropped()
+		return verr != nil || derr != nil || after > before
+	})
+	f.Seen = verr == nil && derr == nil && after > before
 	f.Detail += fmt.Sprintf("%d ways cut, each probed; %d packets dropped", len(cuts), after-before)
-	return errors.Join(verr, r.network().Cut(laneCause, nil), r.network().VerifyCuts())
+	return errors.Join(verr, derr, r.network().Cut(laneCause, nil), r.network().VerifyCuts())
 }
 
 func (r *Runner) flap(ctx context.Context, e Event, id uint64, f *history.Fault) error {
 	rng := rand.New(rand.NewPCG(e.Seed, 0))
 	host := hostOf(id)
 	downs, seen := 0, 0
-	for end := time.Now().Add(e.For); time.Now().Before(end) && ctx.Err() == nil; downs++ {
+	for began := time.Now(); r.lasts(began, e.For, seen > 0) && ctx.Err() == nil; downs++ {
 		if err := r.network().Link(host, false); err != nil {
 			return err
 		}

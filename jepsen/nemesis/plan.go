@@ -108,6 +108,13 @@ type Event struct {
 	Seed   uint64        `json:"seed"`   // of what is drawn while it lasts
 }
 
+// elsewhere is the same fault at the next node of the order, whether it leads or not.
+func (e Event) elsewhere() Event {
+	e.Order = append(slices.Clone(e.Order[1:]), e.Order[0])
+	e.Node, e.Leader = e.Order[0], false
+	return e
+}
+
 // span of each kind: the shortest and the longest time that it lasts.
 var span = map[string][2]time.Duration{
 	Kill: {200 * time.Millisecond, 3 * time.Second}, KillAll: {100 * time.Millisecond, time.Second},
