@@ -2,7 +2,12 @@ package server
 
 import (
 	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
 
+	"github.com/cockroachdb/pebble/v2/vfs"
 	"google.golang.org/grpc"
 
 	kvdv1 "github.com/kvd-io/kvd/api/kvd/v1"
@@ -91,6 +96,42 @@ func (c *Core) Tick() { c.n.arena.Tick() }
 // Expire proposes, where this node leads, what is past its time, and waits for it.
 func (c *Core) Expire(ctx context.Context) { c.n.expireOnce(ctx) }
 
+// Place proposes to group 0, which this node must lead, where the replicas of shards should
+// be, or where they are.
+func (c *Core) Place(ctx context.Context, op *kvdv1.ShardOp) error {
+	cmd := &kvdv1.Command{LeaderUnixMs: c.n.cfg.Clock.Now().UnixMilli(), Op: &kvdv1.Command_Shard{Shard: op}}
+	_, _, err := c.n.propose(ctx, 0, c.n.host.Group(0), cmd)
+	return err
+}
+
+// Configuration is what the replica here knows of its shard's; nil: there is none here.
+func (c *Core) Configuration(shard uint32) *kvdv1.ShardReport {
+	sh := c.n.shard(shard)
+	if sh == nil {
+		return nil
+	}
+	return reportOf(shard, sh.g.Status())
+}
+
+// Move takes, where this node leads the shard, the next step of a move that group 0 wishes,
+// and else lets the replica go, if the shard has left it. There must be one Move of a shard
+// at a time.
+func (c *Core) Move(ctx context.Context, shard uint32) error {
+	sh := c.n.shard(shard)
+	if sh == nil {
+		return nil
+	}
+	st := sh.g.Status()
+	switch {
+	case !st.Leading && c.n.seemsLeft(sh, st):
+		c.n.leaveIfLeft(ctx, sh)
+		return nil
+	case !st.Leading || c.n.planMoveOf(sh, st).none():
+		return nil
+	}
+	return c.n.takeMoveStep(ctx, sh)
+}
+
 // Evictions counts the values that made room in memory for others.
 func (c *Core) Evictions() uint64 { return c.n.arena.Stats().Evictions }
 
@@ -103,4 +144,55 @@ func (c *Core) Close() error {
 	close(c.n.stopping)
 	close(c.n.deaf)
 	return c.n.release()
+}
+
+// fsList is the list of a Core's replicas, in a file beside its stores.
+type fsList struct {
+	fs  vfs.FS
+	dir string
+}
+
+func (l fsList) path() string { return l.fs.PathJoin(l.dir, replicasFile) }
+
+func (l fsList) saveReplicas(noted map[uint32]replicaState) (err error) {
+	b, err := encodeReplicas(noted)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("%w %s: write %s: %w", ErrDataDir, l.dir, replicasFile, err)
+		}
+	}()
+	f, err := l.fs.Create(l.path()+".tmp", vfs.WriteCategoryUnspecified)
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(b)
+	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
+		return err
+	}
+	if err := l.fs.Rename(l.path()+".tmp", l.path()); err != nil {
+		return err
+	}
+	d, err := l.fs.OpenDir(l.dir)
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.Sync(), d.Close())
+}
+
+func (l fsList) loadReplicas() (map[uint32]replicaState, error) {
+	f, err := l.fs.Open(l.path())
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%w: open %s: %w", ErrDataDir, l.path(), err)
+	}
+	b, err := io.ReadAll(f)
+	if err = errors.Join(err, f.Close()); err != nil {
+		return nil, fmt.Errorf("%w: read %s: %w", ErrDataDir, l.path(), err)
+	}
+	return decodeReplicas(l.path(), b)
 }

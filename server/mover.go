@@ -291,7 +291,7 @@ func (n *Node) askConfiguration(ctx context.Context, number uint32) *kvdv1.Shard
 	var newest *kvdv1.ShardReport
 	for _, p := range n.others() {
 		wg.Go(func() {
-			conn, err := n.peers.conn(p.Address)
+			conn, err := n.peers.connAt(p)
 			if err != nil {
 				return
 			}

@@ -119,6 +119,14 @@ func (p *peers) connTo(id raft.NodeID) (grpc.ClientConnInterface, error) {
 	return p.conn(addr)
 }
 
+// connAt is the way to the node that is said to have the address.
+func (p *peers) connAt(at PeerConfig) (grpc.ClientConnInterface, error) {
+	if p.dial != nil {
+		return p.dial(raft.NodeID(at.NodeID))
+	}
+	return p.conn(at.Address)
+}
+
 // forget closes the connection to an address that is not spoken to any more.
 func (p *peers) forget(addr string) {
 	p.mu.Lock()

@@ -56,20 +56,43 @@ func (j replicasJSON) sum() string {
 	return fmt.Sprintf("%016x", xxh3.Hash(b))
 }
 
-func (d *dataDir) saveReplicas(noted map[uint32]replicaState) error {
+// replicaList is where a node notes its replicas.
+type replicaList interface {
+	saveReplicas(noted map[uint32]replicaState) error
+	// loadReplicas returns nil where the replicas are still those of the manifest.
+	loadReplicas() (map[uint32]replicaState, error)
+}
+
+// replicaList of this node: in its directory, or, of a Core, on the file system that its
+// stores are on.
+func (n *Node) replicaList() replicaList {
+	if n.core != nil {
+		return fsList{n.core.FS, n.core.DataDir}
+	}
+	return n.dir
+}
+
+func encodeReplicas(noted map[uint32]replicaState) ([]byte, error) {
 	j := replicasJSON{Format: replicasFormat, Replicas: noted}
 	j.Sum = j.sum()
 	b, err := json.MarshalIndent(j, "", "  ")
 	if err != nil {
-		return fmt.Errorf("server: encode the replicas: %w", err)
+		return nil, fmt.Errorf("server: encode the replicas: %w", err)
 	}
-	if err := writeDurably(d.path, replicasFile, append(b, '\n')); err != nil {
+	return append(b, '\n'), nil
+}
+
+func (d *dataDir) saveReplicas(noted map[uint32]replicaState) error {
+	b, err := encodeReplicas(noted)
+	if err != nil {
+		return err
+	}
+	if err := writeDurably(d.path, replicasFile, b); err != nil {
 		return fmt.Errorf("%w %s: write %s: %w", ErrDataDir, d.path, replicasFile, err)
 	}
 	return nil
 }
 
-// loadReplicas returns nil where the replicas are still those of the manifest.
 func (d *dataDir) loadReplicas() (map[uint32]replicaState, error) {
 	path := filepath.Join(d.path, replicasFile)
 	b, err := os.ReadFile(path)
@@ -79,6 +102,10 @@ func (d *dataDir) loadReplicas() (map[uint32]replicaState, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%w: read %s: %w", ErrDataDir, path, err)
 	}
+	return decodeReplicas(path, b)
+}
+
+func decodeReplicas(path string, b []byte) (map[uint32]replicaState, error) {
 	if err := checkFormat(path, b, replicasFormat); err != nil {
 		return nil, err
 	}
@@ -121,9 +148,6 @@ func (n *Node) publishShard(number uint32, sh *shard) {
 
 // note writes down that a replica is in a state; "": that it is not here.
 func (n *Node) noteLocked(number uint32, s replicaState) error {
-	if n.dir == nil {
-		return errors.New("server: this node keeps no list of its replicas")
-	}
 	next := maps.Clone(n.replicas.noted)
 	if next == nil {
 		next = map[uint32]replicaState{}
@@ -139,7 +163,7 @@ func (n *Node) noteLocked(number uint32, s replicaState) error {
 	if err := n.raiseFormat(); err != nil {
 		return err
 	}
-	if err := n.dir.saveReplicas(next); err != nil {
+	if err := n.replicaList().saveReplicas(next); err != nil {
 		return err
 	}
 	n.replicas.noted = next
@@ -149,12 +173,9 @@ func (n *Node) noteLocked(number uint32, s replicaState) error {
 // finishReplicas ends what a crash cut off, and returns the groups of this node; nil:
 // they are those of the manifest.
 func (n *Node) finishReplicas() ([]uint64, error) {
-	if n.dir == nil {
-		return nil, nil
-	}
 	n.replicas.Lock()
 	defer n.replicas.Unlock()
-	noted, err := n.dir.loadReplicas()
+	noted, err := n.replicaList().loadReplicas()
 	if err != nil || noted == nil {
 		return nil, err
 	}

@@ -24,7 +24,6 @@ var (
 // elsewhere are the variants that break what a simulation does not have.
 var elsewhere = map[string]string{
 	"frozen-mapping": "shared memory outlives its process; simnic's does not",
-	"config-ignored": "configurations do not change here",
 }
 
 // unseen are the variants that the simulator has not been seen to catch in some hundred seeds:

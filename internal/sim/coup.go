@@ -34,6 +34,10 @@ func (s *sim) leaveBehind() {
 	case n.boot == nil || n.frozen:
 	case s.opt.grows && s.chance(2):
 		s.grow(n)
+	case s.opt.arenaBytes < 1<<20 && s.ledBy(n) != 0 && s.chance(3):
+		s.driveOut(n)
+	case s.opt.moves && s.ledBy(n) != 0 && s.chance(3):
+		s.strand(n)
 	case s.ledBy(n) != 0 && s.chance(2):
 		s.coup(n)
 	case s.ledBy(n) != 0:
@@ -42,12 +46,71 @@ func (s *sim) leaveBehind() {
 		s.fell("left behind", "node %d", n.id)
 		s.fresh++
 		s.left = &behind{n: n, fresh: fmt.Sprintf("fresh-%d", s.fresh)}
-		for _, a := range s.idle() { // which knows the node's index from now on
-			s.call(a, &history.Op{Kind: history.Get, Key: s.left.fresh, Level: "session"})
-			s.settle()
-		}
+		s.onlyAt(n, s.left.fresh) // clients know the node's index from now on
 		s.deafen(n)
 	}
+}
+
+// onlyAt has the clients read a key, at the level session, while they get at the memory of
+// no other node.
+func (s *sim) onlyAt(n *node, key string) {
+	for _, a := range s.idle() {
+		for _, o := range s.nodes {
+			if o != n {
+				a.fabric.Partition(a.host(), o.host())
+			}
+		}
+		s.call(a, &history.Op{Kind: history.Get, Key: key, Level: "session"})
+		s.settle()
+		for tries := 0; a.busy != nil && tries < 40; tries++ {
+			s.finish(a)
+			s.pass(time.Duration(1 + s.rnd.IntN(1_000_000)))
+			s.settle()
+		}
+		for _, o := range s.nodes {
+			if !s.cuts[[2]int{o.id, a.id}] && !s.cuts[[2]int{a.id, o.id}] {
+				a.fabric.Heal(a.host(), o.host())
+			}
+		}
+	}
+}
+
+// driveOut drives a new value out of memory while a client is READing the bucket of its key:
+// in that bucket nothing may ever have been driven out before.
+func (s *sim) driveOut(n *node) {
+	a, ok := pick(s, s.idle())
+	shard := s.ledBy(n)
+	others := s.keysOf(shard)
+	if !ok || len(others) == 0 {
+		return
+	}
+	key := ""
+	for key == "" || raft.GroupID(s.shardOf(key)) != shard {
+		s.fresh++
+		key = fmt.Sprintf("fresh-%d", s.fresh)
+	}
+	s.fell("driven out", "%s of shard %d on node %d, while client %d looks", key, shard, n.id, a.id)
+	s.hasty = true
+	s.write(n, key, 64)
+	s.call(a, &history.Op{Kind: history.Get, Key: key})
+	s.settle()
+	for range s.rnd.IntN(6) {
+		s.pass(time.Duration(1 + s.rnd.IntN(50000)))
+		s.settle()
+		if a.fabric.Step() {
+			s.note("READ of client %d", a.id)
+			s.settle()
+		}
+	}
+	release := a.fabric.Hold(n.host())
+	for i := range 4 + s.rnd.IntN(4) {
+		if s.leads(shard, nil) != n {
+			break
+		}
+		s.write(n, others[(i+s.fresh)%len(others)], s.opt.sizes[len(s.opt.sizes)-1])
+	}
+	release()
+	s.finish(a)
 }
 
 // finish lets what a client does come to its end; false where it does not soon.
@@ -64,21 +127,17 @@ func (s *sim) finish(a *actor) bool {
 }
 
 // catchUp writes a key that the node left behind has never had, makes it catch up by a
-// snapshot, and has a client that knows of the key look for it, perhaps there.
+// snapshot, and has clients that know of the key look for it there.
 func (s *sim) catchUp(b *behind) {
 	shard := raft.GroupID(s.shardOf(b.fresh))
 	l := s.leads(shard, b.n)
 	if l == nil {
 		return
 	}
-	s.write(l, b.fresh)
-	a, ok := pick(s, s.idle())
-	if !ok {
-		return
-	}
-	s.call(a, &history.Op{Kind: history.Get, Key: b.fresh})
-	if !s.finish(a) {
-		return
+	s.write(l, b.fresh, 64)
+	for _, a := range s.idle() {
+		s.call(a, &history.Op{Kind: history.Get, Key: b.fresh})
+		s.finish(a)
 	}
 	s.outpace(b.n)
 	s.mend()
@@ -86,13 +145,8 @@ func (s *sim) catchUp(b *behind) {
 		l := s.leads(shard, b.n)
 		return l == nil || b.n.applied(shard) >= l.applied(shard)
 	})
-	for range 3 {
-		if a.busy != nil {
-			return
-		}
-		s.call(a, &history.Op{Kind: history.Get, Key: b.fresh, Level: "session"})
-		s.finish(a)
-	}
+	s.count("caught up")
+	s.onlyAt(b.n, b.fresh)
 }
 
 // applied up to which index; 0: it does not run, or has no replica.
@@ -262,7 +316,7 @@ func (s *sim) coup(n *node) {
 	s.hasty = true
 	if late {
 		s.lazy(to)
-		s.write(n, key)
+		s.write(n, key, 64)
 	}
 	s.handOver(n, shard, to)
 	s.settle()
@@ -277,7 +331,7 @@ func (s *sim) coup(n *node) {
 		return
 	}
 	if !late {
-		s.write(to, key)
+		s.write(to, key, 64)
 	}
 	s.left = &behind{n: n, shard: shard}
 	for _, a := range s.idle() {
@@ -311,7 +365,11 @@ func (n *node) serves(shard raft.GroupID) bool {
 	if n.boot == nil {
 		return false
 	}
-	st := n.boot.core.Host().Group(shard).Status()
+	g := n.boot.core.Host().Group(shard)
+	if g == nil {
+		return false
+	}
+	st := g.Status()
 	return st.Leading && st.Applied == st.LastIndex
 }
 
@@ -345,12 +403,12 @@ const (
 
 // write puts a value by one call to a node, as a client does that knows it leads, and waits
 // for the answer without letting time pass.
-func (s *sim) write(n *node, key string) {
+func (s *sim) write(n *node, key string, size int) {
 	s.moment++
 	s.values++
 	op := &history.Op{
 		ID: uint64(len(s.ops) + 1), Process: directWriter, Client: "direct", Via: "grpc", Kind: history.Put, Key: key, Shard: s.shardOf(key),
-		Value: s.values, Size: 64, Call: s.moment, Outcome: history.Unknown,
+		Value: s.values, Size: size, Call: s.moment, Outcome: history.Unknown,
 	}
 	s.note("put(%s) value %d at node %d", key, op.Value, n.id)
 	req := &kvdv1.PutRequest{NamespaceId: 1, Key: []byte(key), Value: payload(op.Value, op.Size)}

@@ -50,6 +50,8 @@ func (s *sim) step() bool {
 		s.pass(s.moments())
 		s.settle()
 		s.ticks()
+	case r >= 980 && r < 986 && s.opt.moves:
+		s.placement()
 	case r < 986:
 		a, ok := pick(s, s.idle())
 		if !ok {
@@ -411,7 +413,7 @@ func (s *sim) heal() {
 		s.settle()
 		s.ticks()
 		s.drain()
-		left := false
+		left := !s.finishMoves()
 		for _, a := range s.clients {
 			if n := todo[a]; n > 0 && n < 2*len(s.keys)+1 && a.busy == nil && !s.worked(a) {
 				todo[a]-- // again
@@ -434,7 +436,15 @@ func (s *sim) heal() {
 			return
 		}
 	}
+	for shard := range uint32(s.opt.shards) {
+		if s.opt.moves && !s.placed(shard+1) {
+			s.breach("no progress: the replicas of shard %d are not at nodes %v %d ticks after all faults ended", shard+1, s.wishes[shard+1], healBound)
+		}
+	}
 	for _, a := range s.clients {
+		if todo[a] == 2*len(s.keys) {
+			continue
+		}
 		s.breach("no progress: client %d has done %d of %d operations %d ticks after all faults ended", a.id, todo[a], 2*len(s.keys), healBound)
 	}
 }

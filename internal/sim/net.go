@@ -33,6 +33,7 @@ type packet struct {
 	stream   *call  // in order with the others of the same stream and direction; nil: in any order
 	seq      int
 	read     bool   // a call of which a node answers one at a time: see isRead
+	place    bool   // a call of which a node answers one at a time: see node.move
 	local    bool   // no network lies between: it arrives through any cut
 	arrive   func() // at to
 	lose     func() // instead; nil: nobody is told
@@ -141,7 +142,7 @@ func (c *call) begin() {
 		label += fmt.Sprintf(" %016x", sum(c.request[0]))
 	}
 	c.s.mail.post(&packet{
-		call: c, from: c.from, to: c.to, what: label, read: isRead(c.method),
+		call: c, from: c.from, to: c.to, what: label, read: isRead(c.method), place: isPlacing(c.method),
 		arrive: func() { c.s.serve(c) },
 		lose:   func() { c.fail(errLost) },
 	})
@@ -347,15 +348,21 @@ func (s *sim) serve(c *call) {
 	}
 	c.stop = stop
 	if unary := b.service.unary[c.method]; unary != nil {
-		reads := isRead(c.method)
+		reads, places := isRead(c.method), isPlacing(c.method)
 		if reads {
 			b.reading = true
+		}
+		if places {
+			b.placing.Store(true)
 		}
 		go func() {
 			defer stop()
 			m, err := unary(ctx, c)
 			if reads {
 				b.doneReading.Store(true)
+			}
+			if places {
+				b.placing.Store(false)
 			}
 			c.answer(b, item{m, wireError(err)})
 		}()

@@ -49,6 +49,8 @@ type boot struct {
 	dead        atomic.Bool // nothing that it does reaches anybody any more
 	reading     bool        // a read is under way: see isRead
 	doneReading atomic.Bool
+	moving      []atomic.Bool // by shard: a step of its move is under way
+	placing     atomic.Bool   // a replica is made or let go of: see node.move
 }
 
 func (n *node) host() string { return fmt.Sprintf("n%d", n.id) }
@@ -78,7 +80,7 @@ func (p provider) Name() string { return p.name }
 // start boots the node from what is on its disk.
 func (n *node) start() {
 	s := n.s
-	b := &boot{n: n, service: newService()}
+	b := &boot{n: n, service: newService(), moving: make([]atomic.Bool, s.opt.shards+1)}
 	b.life, b.end = context.WithCancel(context.Background())
 	b.disk = newDisk(n.mem, b)
 	cfg := server.CoreConfig{

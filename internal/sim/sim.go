@@ -70,6 +70,8 @@ type drawn struct {
 	ttl bool
 	// grows: bulk makes a shard's index grow.
 	grows bool
+	// moves: replicas move between nodes, of which there are more than a shard needs.
+	moves bool
 }
 
 type sim struct {
@@ -93,10 +95,12 @@ type sim struct {
 	// hasty: time hardly passes, so that a whole election fits between two READs of a batch,
 	// or between two ticks.
 	hasty    bool
-	healing  bool    // all faults are over
-	left     *behind // a node that was left behind; nil: none
-	fresh    int     // keys that were made for such
-	bulk     int     // number of the last key of bulk
+	healing  bool                // all faults are over
+	left     *behind             // a node that was left behind; nil: none
+	fresh    int                 // keys that were made for such
+	bulk     int                 // number of the last key of bulk
+	wishes   map[uint32][]uint64 // by shard: where its replicas shall be; nil: where they are
+	configs  map[uint32]uint64   // by shard: the newest configuration that group 0 was told
 	expiries []*expiry
 	keys     []string
 	values   uint64
@@ -143,6 +147,7 @@ func newSim(seed uint64, opt Options, res *Result) *sim {
 	s := &sim{
 		seed: seed, rnd: rand.New(rand.NewPCG(seed, 0x6b7664)), run: opt, res: res, sum: fnv.New64a(),
 		clock: clock.NewManual(time.Now()), cuts: map[[2]int]bool{},
+		wishes: map[uint32][]uint64{}, configs: map[uint32]uint64{},
 	}
 	var key [32]byte
 	for i := range 8 {
@@ -180,8 +185,11 @@ func newSim(seed uint64, opt Options, res *Result) *sim {
 func (s *sim) draw() {
 	o := &s.opt
 	o.nodes, o.actors, o.shards, o.keys = 3, 3, 2, 5
-	if s.chance(5) {
+	switch r := s.rnd.IntN(12); {
+	case r < 2:
 		o.nodes = 4 // one of the nodes has no replica of a shard
+	case r < 6:
+		o.nodes, o.moves = 4+s.rnd.IntN(2), true
 	}
 	o.arenaBytes, o.sizes = 8<<20, []int{8, 64, 200, 1000}
 	if s.chance(2) {
@@ -514,7 +522,7 @@ func (s *sim) arrives(p *packet) bool {
 // waits tells whether a call has to wait for another one at the node: see isRead.
 func (s *sim) waits(p *packet) bool {
 	b := s.node(p.to).boot
-	return b != nil && b.reading && p.read
+	return b != nil && (b.reading && p.read || p.place && b.placing.Load())
 }
 
 func (s *sim) lose(i int) {
