@@ -55,6 +55,10 @@ type Config struct {
 	// block.
 	OnBackgroundError func(err error)
 
+	// KeepStagings has Open keep what was received of snapshots up to their last
+	// checkpoint, for KeptStagings.
+	KeepStagings bool
+
 	// UnpreparedLog leaves out that new segments of the log are filled with zeros: a
 	// file system in memory gains nothing by it.
 	UnpreparedLog bool
@@ -125,6 +129,7 @@ type Engine struct {
 		logs        map[uint64]*logGroup
 		groups      map[uint64]*groupState
 		nextStaging uint64
+		kept        []*Staging
 	}
 
 	// cut is held shared by commits that remove log entries, and exclusively while a
@@ -153,8 +158,8 @@ func Open(cfg Config) (_ *Engine, err error) {
 			err = errors.Join(err, e.closeStores())
 		}
 	}()
-	if err := fs.RemoveAll(fs.PathJoin(e.cfg.Dir, stagingDir)); err != nil {
-		return nil, fmt.Errorf("engine: removing old stagings: %w", err)
+	if err := e.findStagings(); err != nil {
+		return nil, err
 	}
 	logPath := fs.PathJoin(e.cfg.Dir, logDir)
 	if e.wals, err = newWALFS(fs, fs.PathJoin(logPath, walDir), e.cfg.walBytes, e.fail); err != nil {

@@ -309,7 +309,12 @@ func (e *Engine) iterate(r pebble.Reader, lower, upper []byte, f func(key, value
 }
 
 func eachPair(it *pebble.Iterator, f func(key, value []byte) (bool, error)) error {
-	for ok := it.First(); ok; ok = it.Next() {
+	return pairsFrom(it, nil, f)
+}
+
+// pairsFrom begins at the key or behind it; every key is behind nil.
+func pairsFrom(it *pebble.Iterator, from []byte, f func(key, value []byte) (bool, error)) error {
+	for ok := it.SeekGE(from); ok; ok = it.Next() {
 		b, err := it.ValueAndErr()
 		if err != nil {
 			return storeError(describeKey(it.Key()), err)

@@ -50,11 +50,19 @@ func (s *Snapshot) Meta() Meta { return s.meta.clone() }
 
 // Items calls f for every raw pair of the group (key below the group's prefix), in
 // order. The slices are borrowed until f returns. Check sums were verified.
-func (s *Snapshot) Items(f func(key, value []byte) error) error {
+func (s *Snapshot) Items(f func(key, value []byte) error) error { return s.ItemsAfter(nil, f) }
+
+// ItemsAfter begins behind the pair of that key, as f was given it; nil: with the first.
+func (s *Snapshot) ItemsAfter(key []byte, f func(key, value []byte) error) error {
 	if s.it == nil {
 		return errors.New("engine: snapshot used after Close")
 	}
-	return eachPair(s.it, func(raw, value []byte) (bool, error) {
+	from, _ := groupBounds(s.group)
+	if len(key) > 0 {
+		// The smallest key above k is k and a zero byte.
+		from = append(append(from[:groupLen], key...), 0)
+	}
+	return pairsFrom(s.it, from, func(raw, value []byte) (bool, error) {
 		if err := verifyPair(raw, value); err != nil {
 			return false, err
 		}

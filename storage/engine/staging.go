@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 
 	"github.com/cockroachdb/pebble/v2"
 	"github.com/cockroachdb/pebble/v2/objstorage/objstorageprovider"
@@ -24,19 +25,23 @@ type Staging struct {
 	group uint64
 	dir   string
 
-	w      *sstable.Writer
-	wBytes int
-	tables []string
-	last   []byte // raw key, for the order
+	w       *sstable.Writer
+	wBytes  int
+	unsaved int // bytes added since the last checkpoint
+	tables  []string
+	last    []byte // raw key, for the order
 
 	meta        *Meta
 	keys, bytes uint64
 
 	finished, done bool
+
+	note []byte // of the last checkpoint
 }
 
-// NewStaging starts a staging: Install or Abort it. A crash before Install leaves the
-// old state; stagings left behind are removed by Open.
+// NewStaging starts a staging: Install or Abort it, or Leave it behind. A crash before
+// Install leaves the old state; of stagings left behind Open keeps those that were
+// checkpointed, if it is asked to, and removes the others.
 func (e *Engine) NewStaging(group uint64) (*Staging, error) {
 	if err := e.writable(); err != nil {
 		return nil, err
@@ -46,8 +51,9 @@ func (e *Engine) NewStaging(group uint64) (*Staging, error) {
 	n := e.mu.nextStaging
 	e.mu.Unlock()
 	dir := e.fs.PathJoin(e.cfg.Dir, stagingDir, fmt.Sprintf("%d-%d", group, n))
-	if err := e.fs.MkdirAll(dir, 0o755); err != nil {
-		return nil, openError(dir, err)
+	// Durably: what a checkpoint says is there must not lose its directory.
+	if err := makeDir(e.fs, dir); err != nil {
+		return nil, err
 	}
 	return &Staging{e: e, group: group, dir: dir}, nil
 }
@@ -85,7 +91,7 @@ func (s *Staging) Add(key, value []byte) error {
 
 func (s *Staging) write(raw, value []byte) error {
 	if s.w == nil {
-		path := s.e.fs.PathJoin(s.dir, fmt.Sprintf("%06d.sst", len(s.tables)))
+		path := s.tablePath(len(s.tables))
 		f, err := s.e.fs.Create(path, "kvd-staging")
 		if err != nil {
 			return openError(path, err)
@@ -98,6 +104,7 @@ func (s *Staging) write(raw, value []byte) error {
 	if err := s.w.Set(raw, value); err != nil {
 		return openError(s.dir, err)
 	}
+	s.unsaved += len(raw) + len(value)
 	if s.wBytes += len(raw) + len(value); s.wBytes >= stagingTableBytes {
 		return s.closeTable()
 	}
@@ -211,6 +218,10 @@ func (s *Staging) Abort() error {
 	}
 	s.done = true
 	err := s.closeTable()
+	// Its checkpoint goes first: a crash in the midst of this leaves nothing to go on from.
+	if rerr := s.e.fs.Remove(s.e.fs.PathJoin(s.dir, checkpointFile)); rerr != nil && !errors.Is(rerr, fs.ErrNotExist) {
+		err = errors.Join(err, openError(s.dir, rerr))
+	}
 	if rerr := s.e.fs.RemoveAll(s.dir); rerr != nil {
 		err = errors.Join(err, openError(s.dir, rerr))
 	}
