@@ -18,7 +18,7 @@ import (
 func TestChaos(t *testing.T) {
 	const groups, callers, each = 6, 12, 60
 	c := startLive(t, 3, groups, func(cfg *Config) {
-		cfg.LogRetainEntries, cfg.LogWaitFactor = 20, 1
+		cfg.LogRetainEntries = 20
 		cfg.MaxUncommittedBytes = 4 << 10
 	}, func(l *memLog) { l.syncDelay = 200 * time.Microsecond })
 	for g := range GroupID(groups) {

@@ -52,12 +52,13 @@ type Config struct {
 
 	// LogRetainEntries and LogRetainBytes are kept in the log behind what is applied,
 	// so that a follower that was away for a moment needs no snapshot; whichever is
-	// reached first counts. Defaults 16384, 64 MiB.
+	// reached first counts. More is kept for a follower that is alive but behind, or is
+	// being sent a snapshot, up to the size of the state. Defaults 16384, 64 MiB.
 	LogRetainEntries uint64
 	LogRetainBytes   uint64
-	// LogWaitFactor times these limits are kept for a follower that is alive but
-	// behind; beyond, it gets a snapshot. Default 4.
-	LogWaitFactor uint64
+	// DiskLow tells that the log's disk is short of room: no more than LogRetain is kept
+	// then. It must not block. Nil: it never is.
+	DiskLow func() bool
 
 	// CommitDelay is how long followers may wait to hear that entries were committed,
 	// if nothing else is sent to them meanwhile. 0: they are told at once, by a message
@@ -116,7 +117,6 @@ func (c Config) withDefaults() Config {
 	setInt(&c.MaxInboxMessages, 4096)
 	setUint(&c.LogRetainEntries, 16384)
 	setUint(&c.LogRetainBytes, 64<<20)
-	setUint(&c.LogWaitFactor, 4)
 	setInt(&c.Workers, 2)
 	setInt(&c.Appliers, 4)
 	return c

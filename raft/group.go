@@ -41,6 +41,7 @@ type Group struct {
 	wantTruncate atomic.Bool
 	removed      atomic.Bool // from the host: what fails now is of no interest
 	logSize      logSize
+	needs        logNeeds
 
 	// mu is held while the core is used. Nothing under it waits for a disk sync, an
 	// apply, or the network.

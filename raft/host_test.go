@@ -306,7 +306,7 @@ func TestSlowGroup(t *testing.T) {
 // A follower that was away gets a snapshot; while it is installed its other groups
 // go on.
 func TestLiveSnapshot(t *testing.T) {
-	c := startLive(t, 3, 4, func(cfg *Config) { cfg.LogRetainEntries = 10; cfg.LogWaitFactor = 1; cfg.Appliers = 1 }, nil)
+	c := startLive(t, 3, 4, func(cfg *Config) { cfg.LogRetainEntries = 10; cfg.Appliers = 1 }, nil)
 	for g := range GroupID(4) {
 		c.leader(g)
 	}

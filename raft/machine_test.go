@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"sync/atomic"
 
 	"go.etcd.io/raft/v3/raftpb"
 	"google.golang.org/protobuf/proto"
@@ -17,6 +18,7 @@ type machine struct {
 	tell  func(string) // may be nil
 	block chan struct{}
 	fail  error
+	size  atomic.Uint64 // what StateBytes says
 	// applied is told of each entry when it is first applied; may be nil.
 	applied func(machineEntry)
 
@@ -191,6 +193,8 @@ func (m *machine) DurableApplied() (uint64, error) {
 	defer m.mu.Unlock()
 	return m.durable.Index, nil
 }
+
+func (m *machine) StateBytes() (uint64, error) { return m.size.Load(), nil }
 
 func (m *machine) entries() []machineEntry {
 	m.mu.Lock()

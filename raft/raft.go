@@ -78,6 +78,9 @@ type StateMachine interface {
 	// DurableApplied is the applied index that would be found after a crash now: the
 	// log may be cut up to there.
 	DurableApplied() (uint64, error)
+	// StateBytes is about how many bytes a snapshot would carry now: log that a follower
+	// needs is kept while it is less.
+	StateBytes() (uint64, error)
 }
 
 // AppliedState is what a state machine holds.

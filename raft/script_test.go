@@ -55,7 +55,6 @@ func (s *script) cluster(t *testing.T, d *datadriven.TestData) string {
 	d.MaybeScanArgs(t, "retain", &retain)
 	s.m = newManual(t, nodes, groups, func(c *Config) {
 		c.LogRetainEntries = uint64(retain)
-		c.LogWaitFactor = 2
 		c.ElectionTicks = election
 	})
 	s.m.trace = nil

@@ -97,7 +97,7 @@ func runSim(t *testing.T, seed uint64) uint64 {
 		voters = 5
 	}
 	s.m = newManual(t, voters, simGroups, func(c *Config) {
-		c.LogRetainEntries, c.LogWaitFactor = 5, 2
+		c.LogRetainEntries = 5
 		c.ElectionTicks = 5
 		c.MaxUncommittedBytes = 400
 		c.MaxApplyingBytes = 200

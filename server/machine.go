@@ -235,6 +235,16 @@ func (m *machine) waitApplied(ctx context.Context, index uint64) error {
 // DurableApplied implements raft.StateMachine.
 func (m *machine) DurableApplied() (uint64, error) { return m.eng.DurableApplied() }
 
+// pairBytes is about what a pair takes beside key and value in a snapshot and in tables.
+const pairBytes = 48
+
+// StateBytes implements raft.StateMachine. Writers and group 0's content are not counted:
+// they are small.
+func (m *machine) StateBytes() (uint64, error) {
+	meta, err := m.eng.Meta()
+	return meta.Bytes + pairBytes*meta.Keys, err
+}
+
 // maxStaged snapshots of a group are kept at once. Raft takes a message or ignores it
 // (an older term, an index that is committed) without a word, so what it will install
 // is known only when it does; a leader that does not hear of the first in time sends

@@ -392,6 +392,7 @@ func (n *Node) openGroups() (err error) {
 		NodeID: raft.NodeID(n.id()), Log: logStore{n.engine}, Transport: n.transport, Clock: n.cfg.Clock, Logger: n.log,
 		TickInterval: n.cfg.TickInterval, ElectionTicks: n.cfg.ElectionTicks, CommitDelay: commitDelay, HoldDelay: holdDelay,
 		LogRetainEntries: n.cfg.LogRetainEntries, LogRetainBytes: n.cfg.LogRetainBytes,
+		DiskLow: func() bool { return n.disk.refusal() != "" },
 		Hooks: raft.Hooks{
 			OnLeaderChange: func(g raft.GroupID, leader raft.NodeID, term uint64) {
 				n.metrics.elections.Inc()
