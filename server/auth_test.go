@@ -209,16 +209,17 @@ var whoMay = map[string][]string{
 	kvdv1.Gossip_Contact_FullMethodName:  {whoNode, whoForwards},
 	kvdv1.Gossip_Liveness_FullMethodName: operators,
 
-	kvdv1.Peer_Hello_FullMethodName:         {whoNode, whoForwards},
-	kvdv1.Peer_Adopt_FullMethodName:         {whoNode, whoForwards},
-	kvdv1.Peer_Activate_FullMethodName:      {whoNode, whoForwards},
-	kvdv1.Peer_Raft_FullMethodName:          {whoNode, whoForwards},
-	kvdv1.Peer_Snapshot_FullMethodName:      {whoNode, whoForwards},
-	kvdv1.Peer_Announce_FullMethodName:      {whoNode, whoForwards},
-	kvdv1.Peer_Replica_FullMethodName:       {whoNode, whoForwards},
-	kvdv1.Peer_Load_FullMethodName:          {whoNode, whoForwards},
-	kvdv1.Peer_Configuration_FullMethodName: {whoNode, whoForwards},
-	kvdv1.Peer_Join_FullMethodName:          {whoNode, whoForwards},
+	kvdv1.Peer_Hello_FullMethodName:            {whoNode, whoForwards},
+	kvdv1.Peer_Adopt_FullMethodName:            {whoNode, whoForwards},
+	kvdv1.Peer_Activate_FullMethodName:         {whoNode, whoForwards},
+	kvdv1.Peer_Raft_FullMethodName:             {whoNode, whoForwards},
+	kvdv1.Peer_Snapshot_FullMethodName:         {whoNode, whoForwards},
+	kvdv1.Peer_SnapshotProgress_FullMethodName: {whoNode, whoForwards},
+	kvdv1.Peer_Announce_FullMethodName:         {whoNode, whoForwards},
+	kvdv1.Peer_Replica_FullMethodName:          {whoNode, whoForwards},
+	kvdv1.Peer_Load_FullMethodName:             {whoNode, whoForwards},
+	kvdv1.Peer_Configuration_FullMethodName:    {whoNode, whoForwards},
+	kvdv1.Peer_Join_FullMethodName:             {whoNode, whoForwards},
 
 	healthpb.Health_Check_FullMethodName: everyone,
 	healthpb.Health_Watch_FullMethodName: everyone,
@@ -431,6 +432,8 @@ func callMethod(ctx context.Context, conn *grpc.ClientConn, method string, names
 			_ = st.Send(&kvdv1.SnapshotChunk{})
 			_, err = st.CloseAndRecv()
 		}
+	case kvdv1.Peer_SnapshotProgress_FullMethodName:
+		_, err = nodes.SnapshotProgress(ctx, &kvdv1.SnapshotProgressRequest{})
 	case healthpb.Health_Check_FullMethodName:
 		_, err = health.Check(ctx, &healthpb.HealthCheckRequest{})
 	case healthpb.Health_List_FullMethodName:

@@ -82,10 +82,14 @@ type Config struct {
 
 	// LogRetainEntries and LogRetainBytes, for each shard, stay in the Raft log behind
 	// what is applied, whichever is reached first: a follower that was away for longer
-	// gets a snapshot. Defaults 16384 entries, and 512 MiB over all shards but at least
+	// gets a snapshot. For a follower that lives more is kept, up to the shard's size. Defaults 16384 entries, and 512 MiB over all shards but at least
 	// 4 MiB for each.
 	LogRetainEntries uint64
 	LogRetainBytes   uint64
+
+	// SnapshotRate is how many bytes a second of snapshots this node sends to others, all
+	// together. Default 256 MiB; below 0: no limit.
+	SnapshotRate int64
 
 	// WriterTTL is how long an idle writer is remembered.
 	WriterTTL time.Duration
@@ -156,6 +160,9 @@ func (c Config) withDefaults() Config {
 	if c.LogRetainBytes == 0 {
 		c.LogRetainBytes = max(4<<20, (512<<20)/uint64(c.Shards))
 	}
+	if c.SnapshotRate == 0 {
+		c.SnapshotRate = 256 << 20
+	}
 	if c.MinFreeDisk == 0 {
 		c.MinFreeDisk = 256 << 20
 	}
@@ -184,6 +191,8 @@ func (c Config) withDefaults() Config {
 const (
 	maxShards      = 4095
 	maxReplication = 7
+	// With less a shard's log would be done sooner than its snapshot.
+	minSnapshotRate = 64 << 10
 )
 
 // ErrConfig is wrapped by every complaint of Validate.
@@ -213,6 +222,8 @@ func (c Config) Validate() error {
 		return bad("value limit %d bytes: want at most %d", c.MaxValueBytes, MaxValueLimit)
 	case c.ElectionTicks < 3:
 		return bad("election after %d ticks: want at least 3", c.ElectionTicks)
+	case c.SnapshotRate > 0 && c.SnapshotRate < minSnapshotRate:
+		return bad("snapshot rate of %d bytes a second: want at least %d (0 at the command line: no limit)", c.SnapshotRate, minSnapshotRate)
 	case c.TickInterval < time.Millisecond:
 		return bad("tick of %v: want at least 1ms", c.TickInterval)
 	}

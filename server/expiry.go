@@ -43,6 +43,8 @@ func (n *Node) upkeep(ctx context.Context) {
 			}
 		}
 		n.flushForTheLog()
+		n.peers.sweepOutgoing()
+		n.sweepIncoming()
 		if now := n.cfg.Clock.Now(); now.Sub(n.retried) >= retryRefused {
 			n.retried = now
 			n.export.retry()

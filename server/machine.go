@@ -44,7 +44,10 @@ type machine struct {
 		waiters map[chan struct{}]uint64 // closed when applied reaches the index
 		token   uint64
 		staged  []stagedSnapshot // received, not yet installed; oldest first
-		filling bool             // a snapshot is being received
+
+		receiving *receiving // nil: no snapshot comes in
+		incoming  *incoming  // what came of one whose stream broke; nil: nothing is kept
+		left      bool       // nothing is received any more
 	}
 }
 
@@ -266,7 +269,7 @@ func (m *machine) stage(s *engine.Staging, index uint64) []byte {
 	token := m.mu.token
 	m.mu.staged = append(m.mu.staged, stagedSnapshot{token, index, s})
 	drop := m.unstageLocked(func(i int, s stagedSnapshot) bool {
-		return s.token != token && (s.index <= applied || len(m.mu.staged)-i > maxStaged)
+		return m.mu.left || s.token != token && (s.index <= applied || len(m.mu.staged)-i > maxStaged)
 	})
 	m.mu.Unlock()
 	_ = abort(drop)
@@ -296,21 +299,6 @@ func abort(staged []stagedSnapshot) error {
 	return errors.Join(errs...)
 }
 
-// beginReceiving admits one snapshot at a time: each takes the disk of a whole group.
-func (m *machine) beginReceiving() bool {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	ok := !m.mu.filling
-	m.mu.filling = true
-	return ok
-}
-
-func (m *machine) endReceiving() {
-	m.mu.Lock()
-	m.mu.filling = false
-	m.mu.Unlock()
-}
-
 // takeStaged returns the snapshot of that name, nil where there is none. Older ones
 // will not be asked for any more: Raft installs in order.
 func (m *machine) takeStaged(name []byte) *engine.Staging {
@@ -329,12 +317,34 @@ func (m *machine) takeStaged(name []byte) *engine.Staging {
 	return found
 }
 
-// dropStaged forgets snapshots that nobody will install.
+// dropStaged forgets snapshots that nobody will install, and takes no more.
 func (m *machine) dropStaged() error {
+	out, in := m.leave()
+	err := abort(out)
+	if in != nil {
+		err = errors.Join(err, in.staging.Abort())
+	}
+	return err
+}
+
+// leaveStaged is dropStaged for a node that stops: what came of a snapshot stays on the
+// disk, for the next start to go on with.
+func (m *machine) leaveStaged() error {
+	out, in := m.leave()
+	err := abort(out)
+	if in != nil {
+		err = errors.Join(err, in.staging.Leave())
+	}
+	return err
+}
+
+func (m *machine) leave() ([]stagedSnapshot, *incoming) {
 	m.mu.Lock()
-	out := m.unstageLocked(func(int, stagedSnapshot) bool { return true })
-	m.mu.Unlock()
-	return abort(out)
+	defer m.mu.Unlock()
+	m.mu.left = true
+	in := m.mu.incoming
+	m.mu.incoming = nil
+	return m.unstageLocked(func(int, stagedSnapshot) bool { return true }), in
 }
 
 // InstallSnapshot implements raft.StateMachine. Readers of the arena go on seeing the

@@ -25,6 +25,9 @@ type metrics struct {
 	raftDropped prometheus.Counter
 	snapshots   *prometheus.CounterVec
 	elections   prometheus.Counter
+
+	snapshotBytesSent, snapshotBytesReceived, snapshotsResumed, snapshotThrottled prometheus.Counter
+
 	registering *prometheus.HistogramVec
 	refused     *prometheus.CounterVec
 	refusals    *prometheus.CounterVec
@@ -54,6 +57,18 @@ func newMetrics() *metrics {
 		snapshots: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "kvd_snapshots_sent_total", Help: "Raft snapshots sent to followers, by outcome.",
 		}, []string{"outcome"}),
+		snapshotBytesSent: prometheus.NewCounter(prometheus.CounterOpts{
+			Name: "kvd_snapshot_sent_bytes_total", Help: "Bytes of keys and values in the Raft snapshots that this node sent.",
+		}),
+		snapshotBytesReceived: prometheus.NewCounter(prometheus.CounterOpts{
+			Name: "kvd_snapshot_received_bytes_total", Help: "Bytes of keys and values in the Raft snapshots that this node received.",
+		}),
+		snapshotsResumed: prometheus.NewCounter(prometheus.CounterOpts{
+			Name: "kvd_snapshots_resumed_total", Help: "Raft snapshots sent whose stream had broken, and which went on where the follower was.",
+		}),
+		snapshotThrottled: prometheus.NewCounter(prometheus.CounterOpts{
+			Name: "kvd_snapshot_throttled_seconds_total", Help: "Time that sending Raft snapshots waited for --snapshot-rate.",
+		}),
 		elections: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "kvd_leader_changes_total", Help: "Changes of leader that this node saw in its groups.",
 		}),
@@ -68,7 +83,7 @@ func newMetrics() *metrics {
 			Name: "kvd_refused_calls_total", Help: "Calls refused for want of a valid token (unauthenticated) or of a right (denied).",
 		}, []string{"reason"}),
 	}
-	m.registry.MustRegister(m.gets, m.fallbacks.counts, m.rpc, m.rpcSeconds, m.logSync, m.raftDropped, m.snapshots, m.elections, m.registering, m.refused, m.refusals,
+	m.registry.MustRegister(m.gets, m.fallbacks.counts, m.rpc, m.rpcSeconds, m.logSync, m.raftDropped, m.snapshots, m.snapshotBytesSent, m.snapshotBytesReceived, m.snapshotsResumed, m.snapshotThrottled, m.elections, m.registering, m.refused, m.refusals,
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return m
 }

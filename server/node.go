@@ -68,6 +68,7 @@ type Node struct {
 	disk       *diskWatch
 	leaders    *leaderNews
 	metrics    *metrics
+	pace       *pace     // of snapshots that are sent
 	flushed    time.Time // upkeep's: the last flush for the log's sake
 	retried    time.Time // upkeep's: when refused memory was offered again
 
@@ -125,6 +126,7 @@ func newNode(cfg Config, bootID uint64) *Node {
 		disk: newDiskWatch(cfg.FS, cfg.DataDir, cfg.MinFreeDisk),
 	}
 	n.bgCtx, n.bgCancel = context.WithCancel(context.Background())
+	n.pace = newPace(cfg.SnapshotRate, func(d time.Duration) { n.metrics.snapshotThrottled.Add(d.Seconds()) })
 	n.peers, n.boots, n.export = newPeers(n), newBoots(), newExporter(n)
 	n.shards.Store(&map[uint32]*shard{})
 	n.transport = n.peers
@@ -345,7 +347,7 @@ func (n *Node) observe(ctx context.Context, req any, info *grpc.UnaryServerInfo,
 
 func (n *Node) openStorage() (err error) {
 	stores := engine.Config{
-		Dir: n.cfg.DataDir, FS: n.cfg.FS, CacheBytes: n.cfg.CacheBytes, Logger: n.log, OnSync: n.metrics.onSync,
+		Dir: n.cfg.DataDir, FS: n.cfg.FS, CacheBytes: n.cfg.CacheBytes, Logger: n.log, OnSync: n.metrics.onSync, KeepStagings: true,
 		OnFatal: n.fail,
 		OnDiskSlow: func(path string, took time.Duration) {
 			n.log.Warn("the disk is slow", "path", path, "since", took)
@@ -431,6 +433,7 @@ func (n *Node) openGroups() (err error) {
 			return err
 		}
 	}
+	n.goOnReceiving()
 	return nil
 }
 
@@ -765,10 +768,10 @@ func (n *Node) release() error {
 	}
 	if n.engine != nil {
 		for _, sh := range n.localShards() {
-			errs = append(errs, sh.dropStaged())
+			errs = append(errs, sh.leaveStaged())
 		}
 		if n.meta != nil {
-			errs = append(errs, n.engine.Flush(), n.meta.dropStaged())
+			errs = append(errs, n.engine.Flush(), n.meta.leaveStaged())
 		}
 		errs = append(errs, n.engine.Close())
 	}

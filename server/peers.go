@@ -42,6 +42,7 @@ type peers struct {
 		links map[raft.NodeID]*link
 		done  bool
 	}
+	outbox outbox // snapshots whose streams broke
 	wg     sync.WaitGroup
 	ctx    context.Context
 	cancel context.CancelFunc
@@ -202,6 +203,7 @@ func (p *peers) close() {
 	p.mu.conns = nil
 	p.mu.Unlock()
 	p.wg.Wait()
+	p.giveUp(p.outbox.close()...)
 	for _, c := range conns {
 		_ = c.Close()
 	}

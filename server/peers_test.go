@@ -231,11 +231,12 @@ func TestSnapshotIsRefused(t *testing.T) {
 		require.Nil(t, target.takeStaged([]byte{1, 0, 0, 0, 0, 0, 0, 0}), name)
 	}
 	// One at a time: the first is still being received.
-	require.True(t, target.beginReceiving())
+	r, _ := target.beginReceiving(snapshotName{})
+	require.NotNil(t, r)
 	ack, err := f.send(f.whole(far))
 	require.NoError(t, err)
 	require.Contains(t, ack.GetRefusal(), "received already")
-	target.endReceiving()
+	target.endReceiving(r)
 	_, err = c.put(keys[1], "later", nil)
 	require.NoError(t, err)
 }
@@ -447,13 +448,17 @@ func TestSnapshotHash(t *testing.T) {
 // The writer's chunks hold every item once, and end with the trailer.
 func TestSnapshotWriter(t *testing.T) {
 	var chunks []*kvdv1.SnapshotChunk
-	w := &snapshotWriter{send: func(c *kvdv1.SnapshotChunk) error { chunks = append(chunks, c); return nil }, sum: newSnapshotHash()}
-	want := newSnapshotHash()
+	var marks []snapshotPosition
+	w := &snapshotWriter{send: func(c *kvdv1.SnapshotChunk, _ int) error { chunks = append(chunks, c); return nil }, sum: newSnapshotHash()}
+	w.mark = func(at snapshotPosition) { marks = append(marks, at.clone()) }
+	want, at := newSnapshotHash(), snapshotPosition{}
 	key := []byte("key?")
-	for i := range 10 {
+	const items = 4 * snapshotMarkBytes / snapshotChunkBytes
+	for i := range items {
 		key[3] = byte(i) // borrowed
 		value := make([]byte, snapshotChunkBytes/3)
 		want.add(key, value)
+		at.add(key, value)
 		require.NoError(t, w.add(key, value))
 	}
 	require.NoError(t, w.finish())
@@ -464,11 +469,13 @@ func TestSnapshotWriter(t *testing.T) {
 			next++
 		}
 	}
-	require.Equal(t, 10, next)
-	require.Greater(t, len(chunks), 4)
+	require.Equal(t, items, next)
+	require.Greater(t, len(chunks), items/4)
+	require.Len(t, marks, 1)
 	tr := chunks[len(chunks)-1].GetTrailer()
-	require.EqualValues(t, 10, tr.GetItems())
+	require.EqualValues(t, items, tr.GetItems())
 	require.Equal(t, want.h.Sum64(), tr.GetChecksum())
-	w = &snapshotWriter{send: func(*kvdv1.SnapshotChunk) error { return io.EOF }, sum: newSnapshotHash()}
+	require.Equal(t, at.Sum, tr.GetSum())
+	w = &snapshotWriter{send: func(*kvdv1.SnapshotChunk, int) error { return io.EOF }, sum: newSnapshotHash()}
 	require.True(t, errors.Is(w.finish(), io.EOF))
 }

@@ -283,6 +283,7 @@ func (n *Node) dropReplicaLocked(sh *shard) error {
 		sp.Drop()
 	}
 	sh.applyMu.Unlock()
+	n.peers.forgetOutgoing(raft.GroupID(number))
 	if err := sh.dropStaged(); err != nil {
 		return err
 	}

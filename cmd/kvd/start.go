@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"net"
 	"net/netip"
 	"os"
@@ -48,6 +49,7 @@ type startSettings struct {
 	// replicationGiven: it was chosen, not the default.
 	replicationGiven bool
 	cache            uint64
+	snapshotRate     uint64
 	metricsListen    string
 	transports       []string
 	shmDir           string
@@ -85,6 +87,7 @@ func (s *startSettings) define(fs *pflag.FlagSet) {
 	fs.Var(newBytes(&s.cache, 64<<20), "cache", "block cache of the durable store")
 	fs.Var(newBytes(&s.maxValue, 1<<20), "max-value-bytes", "largest value; the same on every node")
 	fs.DurationVar(&s.WriterTTL, "writer-ttl", time.Hour, "how long an idle writer's results are remembered")
+	fs.Var(newBytes(&s.snapshotRate, 256<<20), "snapshot-rate", "bytes of snapshots a second that this node sends to others; 0: no limit")
 	fs.Var(newBytes(&s.MinFreeDisk, 256<<20), "min-free-disk", "free space below which writes are refused")
 
 	fs.DurationVar(&s.TickInterval, "tick", 100*time.Millisecond, "Raft's unit of time: a leader sends a heartbeat every tick")
@@ -287,6 +290,9 @@ func (s *startSettings) config(log *slog.Logger) (server.Config, error) {
 	cfg := s.Config
 	cfg.Logger, cfg.Version = log, version
 	cfg.CacheBytes, cfg.MaxValueBytes = int64(s.cache), int(s.maxValue)
+	if cfg.SnapshotRate = int64(min(s.snapshotRate, math.MaxInt64)); cfg.SnapshotRate == 0 {
+		cfg.SnapshotRate = -1 // the default of a Config is another
+	}
 	for _, p := range s.peers {
 		id, addr, ok := strings.Cut(p, "=")
 		n, err := strconv.ParseUint(strings.TrimSpace(id), 10, 64)

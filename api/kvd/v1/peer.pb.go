@@ -812,6 +812,13 @@ type SnapshotHeader struct {
 	Message       []byte                 `protobuf:"bytes,4,opt,name=message,proto3" json:"message,omitempty"` // raftpb.Message, a MsgSnap whose metadata is that of the stream
 	ConfigId      uint64                 `protobuf:"varint,5,opt,name=config_id,json=configId,proto3" json:"config_id,omitempty"`
 	Format        uint32                 `protobuf:"varint,6,opt,name=format,proto3" json:"format,omitempty"`
+	// Names what is sent, for as long as the sender's boot lives: the items of two streams
+	// of one number are the same. 0, or unknown to the receiver: a stream that breaks is
+	// forgotten.
+	SnapshotId uint64 `protobuf:"varint,7,opt,name=snapshot_id,json=snapshotId,proto3" json:"snapshot_id,omitempty"`
+	// The first so many items were received before, and have this sum.
+	ResumeItems   uint64 `protobuf:"varint,8,opt,name=resume_items,json=resumeItems,proto3" json:"resume_items,omitempty"`
+	ResumeSum     uint64 `protobuf:"fixed64,9,opt,name=resume_sum,json=resumeSum,proto3" json:"resume_sum,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -888,6 +895,27 @@ func (x *SnapshotHeader) GetFormat() uint32 {
 	return 0
 }
 
+func (x *SnapshotHeader) GetSnapshotId() uint64 {
+	if x != nil {
+		return x.SnapshotId
+	}
+	return 0
+}
+
+func (x *SnapshotHeader) GetResumeItems() uint64 {
+	if x != nil {
+		return x.ResumeItems
+	}
+	return 0
+}
+
+func (x *SnapshotHeader) GetResumeSum() uint64 {
+	if x != nil {
+		return x.ResumeSum
+	}
+	return 0
+}
+
 type SnapshotItem struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Key           []byte                 `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"` // the engine's key below the group's prefix
@@ -941,9 +969,12 @@ func (x *SnapshotItem) GetValue() []byte {
 }
 
 type SnapshotTrailer struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Items         uint64                 `protobuf:"varint,1,opt,name=items,proto3" json:"items,omitempty"`
-	Checksum      uint64                 `protobuf:"fixed64,2,opt,name=checksum,proto3" json:"checksum,omitempty"` // xxh3 over all items in order
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	Items    uint64                 `protobuf:"varint,1,opt,name=items,proto3" json:"items,omitempty"`
+	Checksum uint64                 `protobuf:"fixed64,2,opt,name=checksum,proto3" json:"checksum,omitempty"` // xxh3 over all items in order; 0 where the stream was resumed
+	// Running sum over all items, those of earlier streams included. Set, and looked at,
+	// with a snapshot_id.
+	Sum           uint64 `protobuf:"fixed64,3,opt,name=sum,proto3" json:"sum,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -988,6 +1019,13 @@ func (x *SnapshotTrailer) GetItems() uint64 {
 func (x *SnapshotTrailer) GetChecksum() uint64 {
 	if x != nil {
 		return x.Checksum
+	}
+	return 0
+}
+
+func (x *SnapshotTrailer) GetSum() uint64 {
+	if x != nil {
+		return x.Sum
 	}
 	return 0
 }
@@ -1044,6 +1082,134 @@ func (x *SnapshotAck) GetRefusal() string {
 	return ""
 }
 
+type SnapshotProgressRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	From          *Identity              `protobuf:"bytes,1,opt,name=from,proto3" json:"from,omitempty"`
+	ToIncarnation uint64                 `protobuf:"fixed64,2,opt,name=to_incarnation,json=toIncarnation,proto3" json:"to_incarnation,omitempty"`
+	Group         uint64                 `protobuf:"varint,3,opt,name=group,proto3" json:"group,omitempty"`
+	SnapshotId    uint64                 `protobuf:"varint,4,opt,name=snapshot_id,json=snapshotId,proto3" json:"snapshot_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SnapshotProgressRequest) Reset() {
+	*x = SnapshotProgressRequest{}
+	mi := &file_kvd_v1_peer_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SnapshotProgressRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SnapshotProgressRequest) ProtoMessage() {}
+
+func (x *SnapshotProgressRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_peer_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SnapshotProgressRequest.ProtoReflect.Descriptor instead.
+func (*SnapshotProgressRequest) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *SnapshotProgressRequest) GetFrom() *Identity {
+	if x != nil {
+		return x.From
+	}
+	return nil
+}
+
+func (x *SnapshotProgressRequest) GetToIncarnation() uint64 {
+	if x != nil {
+		return x.ToIncarnation
+	}
+	return 0
+}
+
+func (x *SnapshotProgressRequest) GetGroup() uint64 {
+	if x != nil {
+		return x.Group
+	}
+	return 0
+}
+
+func (x *SnapshotProgressRequest) GetSnapshotId() uint64 {
+	if x != nil {
+		return x.SnapshotId
+	}
+	return 0
+}
+
+type SnapshotProgressResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Items         uint64                 `protobuf:"varint,1,opt,name=items,proto3" json:"items,omitempty"` // durably received; 0: nothing is kept of that snapshot
+	LastKey       []byte                 `protobuf:"bytes,2,opt,name=last_key,json=lastKey,proto3" json:"last_key,omitempty"`
+	Sum           uint64                 `protobuf:"fixed64,3,opt,name=sum,proto3" json:"sum,omitempty"` // of these items
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SnapshotProgressResponse) Reset() {
+	*x = SnapshotProgressResponse{}
+	mi := &file_kvd_v1_peer_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SnapshotProgressResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SnapshotProgressResponse) ProtoMessage() {}
+
+func (x *SnapshotProgressResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_peer_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SnapshotProgressResponse.ProtoReflect.Descriptor instead.
+func (*SnapshotProgressResponse) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *SnapshotProgressResponse) GetItems() uint64 {
+	if x != nil {
+		return x.Items
+	}
+	return 0
+}
+
+func (x *SnapshotProgressResponse) GetLastKey() []byte {
+	if x != nil {
+		return x.LastKey
+	}
+	return nil
+}
+
+func (x *SnapshotProgressResponse) GetSum() uint64 {
+	if x != nil {
+		return x.Sum
+	}
+	return 0
+}
+
 type JoinRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Node          *NodeRecord            `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`                     // without id and state
@@ -1056,7 +1222,7 @@ type JoinRequest struct {
 
 func (x *JoinRequest) Reset() {
 	*x = JoinRequest{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[17]
+	mi := &file_kvd_v1_peer_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1068,7 +1234,7 @@ func (x *JoinRequest) String() string {
 func (*JoinRequest) ProtoMessage() {}
 
 func (x *JoinRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[17]
+	mi := &file_kvd_v1_peer_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1081,7 +1247,7 @@ func (x *JoinRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JoinRequest.ProtoReflect.Descriptor instead.
 func (*JoinRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{17}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *JoinRequest) GetNode() *NodeRecord {
@@ -1124,7 +1290,7 @@ type JoinResponse struct {
 
 func (x *JoinResponse) Reset() {
 	*x = JoinResponse{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[18]
+	mi := &file_kvd_v1_peer_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1136,7 +1302,7 @@ func (x *JoinResponse) String() string {
 func (*JoinResponse) ProtoMessage() {}
 
 func (x *JoinResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[18]
+	mi := &file_kvd_v1_peer_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1149,7 +1315,7 @@ func (x *JoinResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JoinResponse.ProtoReflect.Descriptor instead.
 func (*JoinResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{18}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *JoinResponse) GetManifest() *Manifest {
@@ -1189,7 +1355,7 @@ type AnnounceRequest struct {
 
 func (x *AnnounceRequest) Reset() {
 	*x = AnnounceRequest{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[19]
+	mi := &file_kvd_v1_peer_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1201,7 +1367,7 @@ func (x *AnnounceRequest) String() string {
 func (*AnnounceRequest) ProtoMessage() {}
 
 func (x *AnnounceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[19]
+	mi := &file_kvd_v1_peer_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1214,7 +1380,7 @@ func (x *AnnounceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AnnounceRequest.ProtoReflect.Descriptor instead.
 func (*AnnounceRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{19}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *AnnounceRequest) GetNode() *NodeRecord {
@@ -1232,7 +1398,7 @@ type AnnounceResponse struct {
 
 func (x *AnnounceResponse) Reset() {
 	*x = AnnounceResponse{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[20]
+	mi := &file_kvd_v1_peer_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1244,7 +1410,7 @@ func (x *AnnounceResponse) String() string {
 func (*AnnounceResponse) ProtoMessage() {}
 
 func (x *AnnounceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[20]
+	mi := &file_kvd_v1_peer_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1257,7 +1423,7 @@ func (x *AnnounceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AnnounceResponse.ProtoReflect.Descriptor instead.
 func (*AnnounceResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{20}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{22}
 }
 
 type ReplicaRequest struct {
@@ -1277,7 +1443,7 @@ type ReplicaRequest struct {
 
 func (x *ReplicaRequest) Reset() {
 	*x = ReplicaRequest{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[21]
+	mi := &file_kvd_v1_peer_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1289,7 +1455,7 @@ func (x *ReplicaRequest) String() string {
 func (*ReplicaRequest) ProtoMessage() {}
 
 func (x *ReplicaRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[21]
+	mi := &file_kvd_v1_peer_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1302,7 +1468,7 @@ func (x *ReplicaRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReplicaRequest.ProtoReflect.Descriptor instead.
 func (*ReplicaRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{21}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ReplicaRequest) GetFrom() *Identity {
@@ -1358,7 +1524,7 @@ type ReplicaResponse struct {
 
 func (x *ReplicaResponse) Reset() {
 	*x = ReplicaResponse{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[22]
+	mi := &file_kvd_v1_peer_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1370,7 +1536,7 @@ func (x *ReplicaResponse) String() string {
 func (*ReplicaResponse) ProtoMessage() {}
 
 func (x *ReplicaResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[22]
+	mi := &file_kvd_v1_peer_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1383,7 +1549,7 @@ func (x *ReplicaResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReplicaResponse.ProtoReflect.Descriptor instead.
 func (*ReplicaResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{22}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ReplicaResponse) GetExists() bool {
@@ -1417,7 +1583,7 @@ type LoadRequest struct {
 
 func (x *LoadRequest) Reset() {
 	*x = LoadRequest{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[23]
+	mi := &file_kvd_v1_peer_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1429,7 +1595,7 @@ func (x *LoadRequest) String() string {
 func (*LoadRequest) ProtoMessage() {}
 
 func (x *LoadRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[23]
+	mi := &file_kvd_v1_peer_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1442,7 +1608,7 @@ func (x *LoadRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadRequest.ProtoReflect.Descriptor instead.
 func (*LoadRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{23}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *LoadRequest) GetFrom() *Identity {
@@ -1470,7 +1636,7 @@ type LoadResponse struct {
 
 func (x *LoadResponse) Reset() {
 	*x = LoadResponse{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[24]
+	mi := &file_kvd_v1_peer_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1482,7 +1648,7 @@ func (x *LoadResponse) String() string {
 func (*LoadResponse) ProtoMessage() {}
 
 func (x *LoadResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[24]
+	mi := &file_kvd_v1_peer_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1495,7 +1661,7 @@ func (x *LoadResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadResponse.ProtoReflect.Descriptor instead.
 func (*LoadResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{24}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *LoadResponse) GetReplicas() []*ReplicaLoad {
@@ -1523,7 +1689,7 @@ type ConfigurationRequest struct {
 
 func (x *ConfigurationRequest) Reset() {
 	*x = ConfigurationRequest{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[25]
+	mi := &file_kvd_v1_peer_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1535,7 +1701,7 @@ func (x *ConfigurationRequest) String() string {
 func (*ConfigurationRequest) ProtoMessage() {}
 
 func (x *ConfigurationRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[25]
+	mi := &file_kvd_v1_peer_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1548,7 +1714,7 @@ func (x *ConfigurationRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConfigurationRequest.ProtoReflect.Descriptor instead.
 func (*ConfigurationRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{25}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ConfigurationRequest) GetFrom() *Identity {
@@ -1583,7 +1749,7 @@ type ConfigurationResponse struct {
 
 func (x *ConfigurationResponse) Reset() {
 	*x = ConfigurationResponse{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[26]
+	mi := &file_kvd_v1_peer_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1595,7 +1761,7 @@ func (x *ConfigurationResponse) String() string {
 func (*ConfigurationResponse) ProtoMessage() {}
 
 func (x *ConfigurationResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[26]
+	mi := &file_kvd_v1_peer_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1608,7 +1774,7 @@ func (x *ConfigurationResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConfigurationResponse.ProtoReflect.Descriptor instead.
 func (*ConfigurationResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{26}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ConfigurationResponse) GetSelf() *Identity {
@@ -1636,7 +1802,7 @@ type ReplicaLoad struct {
 
 func (x *ReplicaLoad) Reset() {
 	*x = ReplicaLoad{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[27]
+	mi := &file_kvd_v1_peer_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1648,7 +1814,7 @@ func (x *ReplicaLoad) String() string {
 func (*ReplicaLoad) ProtoMessage() {}
 
 func (x *ReplicaLoad) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[27]
+	mi := &file_kvd_v1_peer_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1661,7 +1827,7 @@ func (x *ReplicaLoad) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReplicaLoad.ProtoReflect.Descriptor instead.
 func (*ReplicaLoad) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{27}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *ReplicaLoad) GetReport() *ShardReport {
@@ -1745,23 +1911,39 @@ const file_kvd_v1_peer_proto_rawDesc = "" +
 	"\rSnapshotChunk\x12.\n" +
 	"\x06header\x18\x01 \x01(\v2\x16.kvd.v1.SnapshotHeaderR\x06header\x12*\n" +
 	"\x05items\x18\x02 \x03(\v2\x14.kvd.v1.SnapshotItemR\x05items\x121\n" +
-	"\atrailer\x18\x03 \x01(\v2\x17.kvd.v1.SnapshotTrailerR\atrailer\"\xc2\x01\n" +
+	"\atrailer\x18\x03 \x01(\v2\x17.kvd.v1.SnapshotTrailerR\atrailer\"\xa5\x02\n" +
 	"\x0eSnapshotHeader\x12$\n" +
 	"\x04from\x18\x01 \x01(\v2\x10.kvd.v1.IdentityR\x04from\x12%\n" +
 	"\x0eto_incarnation\x18\x02 \x01(\x04R\rtoIncarnation\x12\x14\n" +
 	"\x05group\x18\x03 \x01(\x04R\x05group\x12\x18\n" +
 	"\amessage\x18\x04 \x01(\fR\amessage\x12\x1b\n" +
 	"\tconfig_id\x18\x05 \x01(\x04R\bconfigId\x12\x16\n" +
-	"\x06format\x18\x06 \x01(\rR\x06format\"6\n" +
+	"\x06format\x18\x06 \x01(\rR\x06format\x12\x1f\n" +
+	"\vsnapshot_id\x18\a \x01(\x04R\n" +
+	"snapshotId\x12!\n" +
+	"\fresume_items\x18\b \x01(\x04R\vresumeItems\x12\x1d\n" +
+	"\n" +
+	"resume_sum\x18\t \x01(\x06R\tresumeSum\"6\n" +
 	"\fSnapshotItem\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\fR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\fR\x05value\"C\n" +
+	"\x05value\x18\x02 \x01(\fR\x05value\"U\n" +
 	"\x0fSnapshotTrailer\x12\x14\n" +
 	"\x05items\x18\x01 \x01(\x04R\x05items\x12\x1a\n" +
-	"\bchecksum\x18\x02 \x01(\x06R\bchecksum\"E\n" +
+	"\bchecksum\x18\x02 \x01(\x06R\bchecksum\x12\x10\n" +
+	"\x03sum\x18\x03 \x01(\x06R\x03sum\"E\n" +
 	"\vSnapshotAck\x12\x1c\n" +
 	"\tinstalled\x18\x01 \x01(\bR\tinstalled\x12\x18\n" +
-	"\arefusal\x18\x02 \x01(\tR\arefusal\"\x8b\x01\n" +
+	"\arefusal\x18\x02 \x01(\tR\arefusal\"\x9d\x01\n" +
+	"\x17SnapshotProgressRequest\x12$\n" +
+	"\x04from\x18\x01 \x01(\v2\x10.kvd.v1.IdentityR\x04from\x12%\n" +
+	"\x0eto_incarnation\x18\x02 \x01(\x06R\rtoIncarnation\x12\x14\n" +
+	"\x05group\x18\x03 \x01(\x04R\x05group\x12\x1f\n" +
+	"\vsnapshot_id\x18\x04 \x01(\x04R\n" +
+	"snapshotId\"]\n" +
+	"\x18SnapshotProgressResponse\x12\x14\n" +
+	"\x05items\x18\x01 \x01(\x04R\x05items\x12\x19\n" +
+	"\blast_key\x18\x02 \x01(\fR\alastKey\x12\x10\n" +
+	"\x03sum\x18\x03 \x01(\x06R\x03sum\"\x8b\x01\n" +
 	"\vJoinRequest\x12&\n" +
 	"\x04node\x18\x01 \x01(\v2\x12.kvd.v1.NodeRecordR\x04node\x12\x17\n" +
 	"\aboot_id\x18\x02 \x01(\x06R\x06bootId\x12\x18\n" +
@@ -1804,13 +1986,14 @@ const file_kvd_v1_peer_proto_rawDesc = "" +
 	"\vReplicaLoad\x12+\n" +
 	"\x06report\x18\x01 \x01(\v2\x13.kvd.v1.ShardReportR\x06report\x12\x14\n" +
 	"\x05leads\x18\x02 \x01(\bR\x05leads\x12\x14\n" +
-	"\x05bytes\x18\x03 \x01(\x04R\x05bytes2\xc8\x04\n" +
+	"\x05bytes\x18\x03 \x01(\x04R\x05bytes2\x9f\x05\n" +
 	"\x04Peer\x124\n" +
 	"\x05Hello\x12\x14.kvd.v1.HelloRequest\x1a\x15.kvd.v1.HelloResponse\x124\n" +
 	"\x05Adopt\x12\x14.kvd.v1.AdoptRequest\x1a\x15.kvd.v1.AdoptResponse\x12=\n" +
 	"\bActivate\x12\x17.kvd.v1.ActivateRequest\x1a\x18.kvd.v1.ActivateResponse\x12,\n" +
 	"\x04Raft\x12\x11.kvd.v1.RaftBatch\x1a\x0f.kvd.v1.RaftAck(\x01\x128\n" +
-	"\bSnapshot\x12\x15.kvd.v1.SnapshotChunk\x1a\x13.kvd.v1.SnapshotAck(\x01\x121\n" +
+	"\bSnapshot\x12\x15.kvd.v1.SnapshotChunk\x1a\x13.kvd.v1.SnapshotAck(\x01\x12U\n" +
+	"\x10SnapshotProgress\x12\x1f.kvd.v1.SnapshotProgressRequest\x1a .kvd.v1.SnapshotProgressResponse\x121\n" +
 	"\x04Join\x12\x13.kvd.v1.JoinRequest\x1a\x14.kvd.v1.JoinResponse\x12=\n" +
 	"\bAnnounce\x12\x17.kvd.v1.AnnounceRequest\x1a\x18.kvd.v1.AnnounceResponse\x12:\n" +
 	"\aReplica\x12\x16.kvd.v1.ReplicaRequest\x1a\x17.kvd.v1.ReplicaResponse\x121\n" +
@@ -1829,43 +2012,45 @@ func file_kvd_v1_peer_proto_rawDescGZIP() []byte {
 	return file_kvd_v1_peer_proto_rawDescData
 }
 
-var file_kvd_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
+var file_kvd_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 30)
 var file_kvd_v1_peer_proto_goTypes = []any{
-	(*Identity)(nil),              // 0: kvd.v1.Identity
-	(*HelloRequest)(nil),          // 1: kvd.v1.HelloRequest
-	(*HelloResponse)(nil),         // 2: kvd.v1.HelloResponse
-	(*Manifest)(nil),              // 3: kvd.v1.Manifest
-	(*ManifestNode)(nil),          // 4: kvd.v1.ManifestNode
-	(*AdoptRequest)(nil),          // 5: kvd.v1.AdoptRequest
-	(*AdoptResponse)(nil),         // 6: kvd.v1.AdoptResponse
-	(*ActivateRequest)(nil),       // 7: kvd.v1.ActivateRequest
-	(*ActivateResponse)(nil),      // 8: kvd.v1.ActivateResponse
-	(*RaftBatch)(nil),             // 9: kvd.v1.RaftBatch
-	(*GroupMessage)(nil),          // 10: kvd.v1.GroupMessage
-	(*RaftAck)(nil),               // 11: kvd.v1.RaftAck
-	(*SnapshotChunk)(nil),         // 12: kvd.v1.SnapshotChunk
-	(*SnapshotHeader)(nil),        // 13: kvd.v1.SnapshotHeader
-	(*SnapshotItem)(nil),          // 14: kvd.v1.SnapshotItem
-	(*SnapshotTrailer)(nil),       // 15: kvd.v1.SnapshotTrailer
-	(*SnapshotAck)(nil),           // 16: kvd.v1.SnapshotAck
-	(*JoinRequest)(nil),           // 17: kvd.v1.JoinRequest
-	(*JoinResponse)(nil),          // 18: kvd.v1.JoinResponse
-	(*AnnounceRequest)(nil),       // 19: kvd.v1.AnnounceRequest
-	(*AnnounceResponse)(nil),      // 20: kvd.v1.AnnounceResponse
-	(*ReplicaRequest)(nil),        // 21: kvd.v1.ReplicaRequest
-	(*ReplicaResponse)(nil),       // 22: kvd.v1.ReplicaResponse
-	(*LoadRequest)(nil),           // 23: kvd.v1.LoadRequest
-	(*LoadResponse)(nil),          // 24: kvd.v1.LoadResponse
-	(*ConfigurationRequest)(nil),  // 25: kvd.v1.ConfigurationRequest
-	(*ConfigurationResponse)(nil), // 26: kvd.v1.ConfigurationResponse
-	(*ReplicaLoad)(nil),           // 27: kvd.v1.ReplicaLoad
-	(*NodeRecord)(nil),            // 28: kvd.v1.NodeRecord
-	(*ShardReport)(nil),           // 29: kvd.v1.ShardReport
+	(*Identity)(nil),                 // 0: kvd.v1.Identity
+	(*HelloRequest)(nil),             // 1: kvd.v1.HelloRequest
+	(*HelloResponse)(nil),            // 2: kvd.v1.HelloResponse
+	(*Manifest)(nil),                 // 3: kvd.v1.Manifest
+	(*ManifestNode)(nil),             // 4: kvd.v1.ManifestNode
+	(*AdoptRequest)(nil),             // 5: kvd.v1.AdoptRequest
+	(*AdoptResponse)(nil),            // 6: kvd.v1.AdoptResponse
+	(*ActivateRequest)(nil),          // 7: kvd.v1.ActivateRequest
+	(*ActivateResponse)(nil),         // 8: kvd.v1.ActivateResponse
+	(*RaftBatch)(nil),                // 9: kvd.v1.RaftBatch
+	(*GroupMessage)(nil),             // 10: kvd.v1.GroupMessage
+	(*RaftAck)(nil),                  // 11: kvd.v1.RaftAck
+	(*SnapshotChunk)(nil),            // 12: kvd.v1.SnapshotChunk
+	(*SnapshotHeader)(nil),           // 13: kvd.v1.SnapshotHeader
+	(*SnapshotItem)(nil),             // 14: kvd.v1.SnapshotItem
+	(*SnapshotTrailer)(nil),          // 15: kvd.v1.SnapshotTrailer
+	(*SnapshotAck)(nil),              // 16: kvd.v1.SnapshotAck
+	(*SnapshotProgressRequest)(nil),  // 17: kvd.v1.SnapshotProgressRequest
+	(*SnapshotProgressResponse)(nil), // 18: kvd.v1.SnapshotProgressResponse
+	(*JoinRequest)(nil),              // 19: kvd.v1.JoinRequest
+	(*JoinResponse)(nil),             // 20: kvd.v1.JoinResponse
+	(*AnnounceRequest)(nil),          // 21: kvd.v1.AnnounceRequest
+	(*AnnounceResponse)(nil),         // 22: kvd.v1.AnnounceResponse
+	(*ReplicaRequest)(nil),           // 23: kvd.v1.ReplicaRequest
+	(*ReplicaResponse)(nil),          // 24: kvd.v1.ReplicaResponse
+	(*LoadRequest)(nil),              // 25: kvd.v1.LoadRequest
+	(*LoadResponse)(nil),             // 26: kvd.v1.LoadResponse
+	(*ConfigurationRequest)(nil),     // 27: kvd.v1.ConfigurationRequest
+	(*ConfigurationResponse)(nil),    // 28: kvd.v1.ConfigurationResponse
+	(*ReplicaLoad)(nil),              // 29: kvd.v1.ReplicaLoad
+	(*NodeRecord)(nil),               // 30: kvd.v1.NodeRecord
+	(*ShardReport)(nil),              // 31: kvd.v1.ShardReport
 }
 var file_kvd_v1_peer_proto_depIdxs = []int32{
 	0,  // 0: kvd.v1.HelloRequest.from:type_name -> kvd.v1.Identity
 	0,  // 1: kvd.v1.HelloResponse.self:type_name -> kvd.v1.Identity
-	28, // 2: kvd.v1.HelloResponse.nodes:type_name -> kvd.v1.NodeRecord
+	30, // 2: kvd.v1.HelloResponse.nodes:type_name -> kvd.v1.NodeRecord
 	4,  // 3: kvd.v1.Manifest.nodes:type_name -> kvd.v1.ManifestNode
 	3,  // 4: kvd.v1.AdoptRequest.manifest:type_name -> kvd.v1.Manifest
 	0,  // 5: kvd.v1.RaftBatch.from:type_name -> kvd.v1.Identity
@@ -1874,43 +2059,46 @@ var file_kvd_v1_peer_proto_depIdxs = []int32{
 	14, // 8: kvd.v1.SnapshotChunk.items:type_name -> kvd.v1.SnapshotItem
 	15, // 9: kvd.v1.SnapshotChunk.trailer:type_name -> kvd.v1.SnapshotTrailer
 	0,  // 10: kvd.v1.SnapshotHeader.from:type_name -> kvd.v1.Identity
-	28, // 11: kvd.v1.JoinRequest.node:type_name -> kvd.v1.NodeRecord
-	3,  // 12: kvd.v1.JoinResponse.manifest:type_name -> kvd.v1.Manifest
-	28, // 13: kvd.v1.JoinResponse.nodes:type_name -> kvd.v1.NodeRecord
-	28, // 14: kvd.v1.AnnounceRequest.node:type_name -> kvd.v1.NodeRecord
-	0,  // 15: kvd.v1.ReplicaRequest.from:type_name -> kvd.v1.Identity
-	0,  // 16: kvd.v1.LoadRequest.from:type_name -> kvd.v1.Identity
-	27, // 17: kvd.v1.LoadResponse.replicas:type_name -> kvd.v1.ReplicaLoad
-	0,  // 18: kvd.v1.LoadResponse.self:type_name -> kvd.v1.Identity
-	0,  // 19: kvd.v1.ConfigurationRequest.from:type_name -> kvd.v1.Identity
-	0,  // 20: kvd.v1.ConfigurationResponse.self:type_name -> kvd.v1.Identity
-	29, // 21: kvd.v1.ConfigurationResponse.report:type_name -> kvd.v1.ShardReport
-	29, // 22: kvd.v1.ReplicaLoad.report:type_name -> kvd.v1.ShardReport
-	1,  // 23: kvd.v1.Peer.Hello:input_type -> kvd.v1.HelloRequest
-	5,  // 24: kvd.v1.Peer.Adopt:input_type -> kvd.v1.AdoptRequest
-	7,  // 25: kvd.v1.Peer.Activate:input_type -> kvd.v1.ActivateRequest
-	9,  // 26: kvd.v1.Peer.Raft:input_type -> kvd.v1.RaftBatch
-	12, // 27: kvd.v1.Peer.Snapshot:input_type -> kvd.v1.SnapshotChunk
-	17, // 28: kvd.v1.Peer.Join:input_type -> kvd.v1.JoinRequest
-	19, // 29: kvd.v1.Peer.Announce:input_type -> kvd.v1.AnnounceRequest
-	21, // 30: kvd.v1.Peer.Replica:input_type -> kvd.v1.ReplicaRequest
-	23, // 31: kvd.v1.Peer.Load:input_type -> kvd.v1.LoadRequest
-	25, // 32: kvd.v1.Peer.Configuration:input_type -> kvd.v1.ConfigurationRequest
-	2,  // 33: kvd.v1.Peer.Hello:output_type -> kvd.v1.HelloResponse
-	6,  // 34: kvd.v1.Peer.Adopt:output_type -> kvd.v1.AdoptResponse
-	8,  // 35: kvd.v1.Peer.Activate:output_type -> kvd.v1.ActivateResponse
-	11, // 36: kvd.v1.Peer.Raft:output_type -> kvd.v1.RaftAck
-	16, // 37: kvd.v1.Peer.Snapshot:output_type -> kvd.v1.SnapshotAck
-	18, // 38: kvd.v1.Peer.Join:output_type -> kvd.v1.JoinResponse
-	20, // 39: kvd.v1.Peer.Announce:output_type -> kvd.v1.AnnounceResponse
-	22, // 40: kvd.v1.Peer.Replica:output_type -> kvd.v1.ReplicaResponse
-	24, // 41: kvd.v1.Peer.Load:output_type -> kvd.v1.LoadResponse
-	26, // 42: kvd.v1.Peer.Configuration:output_type -> kvd.v1.ConfigurationResponse
-	33, // [33:43] is the sub-list for method output_type
-	23, // [23:33] is the sub-list for method input_type
-	23, // [23:23] is the sub-list for extension type_name
-	23, // [23:23] is the sub-list for extension extendee
-	0,  // [0:23] is the sub-list for field type_name
+	0,  // 11: kvd.v1.SnapshotProgressRequest.from:type_name -> kvd.v1.Identity
+	30, // 12: kvd.v1.JoinRequest.node:type_name -> kvd.v1.NodeRecord
+	3,  // 13: kvd.v1.JoinResponse.manifest:type_name -> kvd.v1.Manifest
+	30, // 14: kvd.v1.JoinResponse.nodes:type_name -> kvd.v1.NodeRecord
+	30, // 15: kvd.v1.AnnounceRequest.node:type_name -> kvd.v1.NodeRecord
+	0,  // 16: kvd.v1.ReplicaRequest.from:type_name -> kvd.v1.Identity
+	0,  // 17: kvd.v1.LoadRequest.from:type_name -> kvd.v1.Identity
+	29, // 18: kvd.v1.LoadResponse.replicas:type_name -> kvd.v1.ReplicaLoad
+	0,  // 19: kvd.v1.LoadResponse.self:type_name -> kvd.v1.Identity
+	0,  // 20: kvd.v1.ConfigurationRequest.from:type_name -> kvd.v1.Identity
+	0,  // 21: kvd.v1.ConfigurationResponse.self:type_name -> kvd.v1.Identity
+	31, // 22: kvd.v1.ConfigurationResponse.report:type_name -> kvd.v1.ShardReport
+	31, // 23: kvd.v1.ReplicaLoad.report:type_name -> kvd.v1.ShardReport
+	1,  // 24: kvd.v1.Peer.Hello:input_type -> kvd.v1.HelloRequest
+	5,  // 25: kvd.v1.Peer.Adopt:input_type -> kvd.v1.AdoptRequest
+	7,  // 26: kvd.v1.Peer.Activate:input_type -> kvd.v1.ActivateRequest
+	9,  // 27: kvd.v1.Peer.Raft:input_type -> kvd.v1.RaftBatch
+	12, // 28: kvd.v1.Peer.Snapshot:input_type -> kvd.v1.SnapshotChunk
+	17, // 29: kvd.v1.Peer.SnapshotProgress:input_type -> kvd.v1.SnapshotProgressRequest
+	19, // 30: kvd.v1.Peer.Join:input_type -> kvd.v1.JoinRequest
+	21, // 31: kvd.v1.Peer.Announce:input_type -> kvd.v1.AnnounceRequest
+	23, // 32: kvd.v1.Peer.Replica:input_type -> kvd.v1.ReplicaRequest
+	25, // 33: kvd.v1.Peer.Load:input_type -> kvd.v1.LoadRequest
+	27, // 34: kvd.v1.Peer.Configuration:input_type -> kvd.v1.ConfigurationRequest
+	2,  // 35: kvd.v1.Peer.Hello:output_type -> kvd.v1.HelloResponse
+	6,  // 36: kvd.v1.Peer.Adopt:output_type -> kvd.v1.AdoptResponse
+	8,  // 37: kvd.v1.Peer.Activate:output_type -> kvd.v1.ActivateResponse
+	11, // 38: kvd.v1.Peer.Raft:output_type -> kvd.v1.RaftAck
+	16, // 39: kvd.v1.Peer.Snapshot:output_type -> kvd.v1.SnapshotAck
+	18, // 40: kvd.v1.Peer.SnapshotProgress:output_type -> kvd.v1.SnapshotProgressResponse
+	20, // 41: kvd.v1.Peer.Join:output_type -> kvd.v1.JoinResponse
+	22, // 42: kvd.v1.Peer.Announce:output_type -> kvd.v1.AnnounceResponse
+	24, // 43: kvd.v1.Peer.Replica:output_type -> kvd.v1.ReplicaResponse
+	26, // 44: kvd.v1.Peer.Load:output_type -> kvd.v1.LoadResponse
+	28, // 45: kvd.v1.Peer.Configuration:output_type -> kvd.v1.ConfigurationResponse
+	35, // [35:46] is the sub-list for method output_type
+	24, // [24:35] is the sub-list for method input_type
+	24, // [24:24] is the sub-list for extension type_name
+	24, // [24:24] is the sub-list for extension extendee
+	0,  // [0:24] is the sub-list for field type_name
 }
 
 func init() { file_kvd_v1_peer_proto_init() }
@@ -1927,7 +2115,7 @@ func file_kvd_v1_peer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvd_v1_peer_proto_rawDesc), len(file_kvd_v1_peer_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   28,
+			NumMessages:   30,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -19,16 +19,17 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	Peer_Hello_FullMethodName         = "/kvd.v1.Peer/Hello"
-	Peer_Adopt_FullMethodName         = "/kvd.v1.Peer/Adopt"
-	Peer_Activate_FullMethodName      = "/kvd.v1.Peer/Activate"
-	Peer_Raft_FullMethodName          = "/kvd.v1.Peer/Raft"
-	Peer_Snapshot_FullMethodName      = "/kvd.v1.Peer/Snapshot"
-	Peer_Join_FullMethodName          = "/kvd.v1.Peer/Join"
-	Peer_Announce_FullMethodName      = "/kvd.v1.Peer/Announce"
-	Peer_Replica_FullMethodName       = "/kvd.v1.Peer/Replica"
-	Peer_Load_FullMethodName          = "/kvd.v1.Peer/Load"
-	Peer_Configuration_FullMethodName = "/kvd.v1.Peer/Configuration"
+	Peer_Hello_FullMethodName            = "/kvd.v1.Peer/Hello"
+	Peer_Adopt_FullMethodName            = "/kvd.v1.Peer/Adopt"
+	Peer_Activate_FullMethodName         = "/kvd.v1.Peer/Activate"
+	Peer_Raft_FullMethodName             = "/kvd.v1.Peer/Raft"
+	Peer_Snapshot_FullMethodName         = "/kvd.v1.Peer/Snapshot"
+	Peer_SnapshotProgress_FullMethodName = "/kvd.v1.Peer/SnapshotProgress"
+	Peer_Join_FullMethodName             = "/kvd.v1.Peer/Join"
+	Peer_Announce_FullMethodName         = "/kvd.v1.Peer/Announce"
+	Peer_Replica_FullMethodName          = "/kvd.v1.Peer/Replica"
+	Peer_Load_FullMethodName             = "/kvd.v1.Peer/Load"
+	Peer_Configuration_FullMethodName    = "/kvd.v1.Peer/Configuration"
 )
 
 // PeerClient is the client API for Peer service.
@@ -50,6 +51,10 @@ type PeerClient interface {
 	// Snapshot streams one group's state. The answer says that it was installed
 	// or refused.
 	Snapshot(ctx context.Context, opts ...grpc.CallOption) (grpc.ClientStreamingClient[SnapshotChunk, SnapshotAck], error)
+	// SnapshotProgress tells what the receiver has of a snapshot whose stream broke, so
+	// that the next stream begins behind it. A stream of it that still runs ends. Nodes
+	// that do not know this call take a snapshot from its start only.
+	SnapshotProgress(ctx context.Context, in *SnapshotProgressRequest, opts ...grpc.CallOption) (*SnapshotProgressResponse, error)
 	// Join gives a node with an empty directory its id in the cluster. Asked again with
 	// the same incarnation it gives the same id. Any member answers.
 	Join(ctx context.Context, in *JoinRequest, opts ...grpc.CallOption) (*JoinResponse, error)
@@ -129,6 +134,16 @@ func (c *peerClient) Snapshot(ctx context.Context, opts ...grpc.CallOption) (grp
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type Peer_SnapshotClient = grpc.ClientStreamingClient[SnapshotChunk, SnapshotAck]
 
+func (c *peerClient) SnapshotProgress(ctx context.Context, in *SnapshotProgressRequest, opts ...grpc.CallOption) (*SnapshotProgressResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(SnapshotProgressResponse)
+	err := c.cc.Invoke(ctx, Peer_SnapshotProgress_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *peerClient) Join(ctx context.Context, in *JoinRequest, opts ...grpc.CallOption) (*JoinResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(JoinResponse)
@@ -198,6 +213,10 @@ type PeerServer interface {
 	// Snapshot streams one group's state. The answer says that it was installed
 	// or refused.
 	Snapshot(grpc.ClientStreamingServer[SnapshotChunk, SnapshotAck]) error
+	// SnapshotProgress tells what the receiver has of a snapshot whose stream broke, so
+	// that the next stream begins behind it. A stream of it that still runs ends. Nodes
+	// that do not know this call take a snapshot from its start only.
+	SnapshotProgress(context.Context, *SnapshotProgressRequest) (*SnapshotProgressResponse, error)
 	// Join gives a node with an empty directory its id in the cluster. Asked again with
 	// the same incarnation it gives the same id. Any member answers.
 	Join(context.Context, *JoinRequest) (*JoinResponse, error)
@@ -235,6 +254,9 @@ func (UnimplementedPeerServer) Raft(grpc.ClientStreamingServer[RaftBatch, RaftAc
 }
 func (UnimplementedPeerServer) Snapshot(grpc.ClientStreamingServer[SnapshotChunk, SnapshotAck]) error {
 	return status.Error(codes.Unimplemented, "method Snapshot not implemented")
+}
+func (UnimplementedPeerServer) SnapshotProgress(context.Context, *SnapshotProgressRequest) (*SnapshotProgressResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method SnapshotProgress not implemented")
 }
 func (UnimplementedPeerServer) Join(context.Context, *JoinRequest) (*JoinResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Join not implemented")
@@ -339,6 +361,24 @@ func _Peer_Snapshot_Handler(srv interface{}, stream grpc.ServerStream) error {
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type Peer_SnapshotServer = grpc.ClientStreamingServer[SnapshotChunk, SnapshotAck]
+
+func _Peer_SnapshotProgress_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(SnapshotProgressRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(PeerServer).SnapshotProgress(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Peer_SnapshotProgress_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(PeerServer).SnapshotProgress(ctx, req.(*SnapshotProgressRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
 
 func _Peer_Join_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(JoinRequest)
@@ -448,6 +488,10 @@ var Peer_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Activate",
 			Handler:    _Peer_Activate_Handler,
+		},
+		{
+			MethodName: "SnapshotProgress",
+			Handler:    _Peer_SnapshotProgress_Handler,
 		},
 		{
 			MethodName: "Join",
