@@ -127,7 +127,7 @@ jepsen: ## an hour of faults on real processes, judged (see jepsen/README.md; be
 
 .PHONY: jepsen-smoke
 jepsen-smoke: build ## the same for seconds: every workload, with readers over shm, tcp and gRPC
-	$(GO) run ./jepsen --workload all --transport mixed --nemesis $(SMOKE_FAULTS) --seed $(SMOKE_SEED) --time 5s --kvd-bin bin/kvd $(JEPSEN_ARGS)
+	$(GO) run ./jepsen --workload all --transport mixed --nemesis $(SMOKE_FAULTS) --seed $(SMOKE_SEED) --time 5s --tempo 4 --kvd-bin bin/kvd $(JEPSEN_ARGS)
 
 .PHONY: model-check
 model-check: ## the model of the confirmed read: small bounds, every state, every broken variant

@@ -173,14 +173,14 @@ func TestRunsWithoutFaults(t *testing.T) {
 		leftOut []string
 	}{
 		{"none", time.Second, "", nil},
-		{"kill", nemesis.RoomForOne, "", nil},
+		{"kill", nemesis.RoomForOne(1), "", nil},
 		{"kill,halves,fail-sync", time.Minute, "", []string{"fail-sync", "halves"}},
 		{"kill", 2 * time.Second, "--time 2s: too short", nil},
 		{"halves,kill", 2 * time.Second, "too short", []string{"halves"}},
 		{"network", time.Minute, "--nemesis network: this place can have none", []string{"bridge", "client-leader", "flap", "halves", "isolate-leader", "one-way", "ring"}},
 	} {
 		for seed := range uint64(50) {
-			f := &flags{workload: "register", nemesis: c.nemesis, length: c.length, nodes: 3, seed: seed, programs: &binaries{}}
+			f := &flags{workload: "register", nemesis: c.nemesis, length: c.length, tempo: 1, nodes: 3, seed: seed, programs: &binaries{}}
 			r, err := f.newRun(func(string, ...any) {})
 			require.NoError(t, err)
 			r.env = &env.Env{}
@@ -215,12 +215,17 @@ func TestFaultsBySize(t *testing.T) {
 	require.Equal(t, 1, (&flags{nodes: 7, replication: 1}).replicas())
 }
 
+// What counts is what answered: not what a client was told to use, nor what other faults met.
 func TestGetsDuringStops(t *testing.T) {
-	h := &history.History{Faults: []history.Fault{{Kind: "stop", Seen: true, Start: 10, End: 20}, {Kind: "kill", Seen: true, Start: 30, End: 40}}}
-	for _, call := range []int64{5, 11, 15, 19, 31} {
-		h.Ops = append(h.Ops, &history.Op{Kind: history.Get, Via: "shm", Outcome: history.OK, Call: call, Return: call + 3})
-	}
-	require.Equal(t, 2, duringStops(h))
+	h := &history.History{Faults: []history.Fault{
+		{Kind: "stop", Seen: true, Gets: map[string]uint64{"shm": 5, "grpc": 100}},
+		{Kind: "stop", Seen: true, Gets: map[string]uint64{"tcp": 7}},
+		{Kind: "stop", Seen: true, Gets: map[string]uint64{"shm": 6}},
+		{Kind: "stop", Gets: map[string]uint64{"shm": 1000}},
+		{Kind: "kill", Seen: true, Gets: map[string]uint64{"shm": 1000}},
+	}}
+	h.Ops = append(h.Ops, &history.Op{Kind: history.Get, Via: "shm", Outcome: history.OK, Call: 1, Return: 2})
+	require.EqualValues(t, 11, duringStops(h))
 }
 
 // A variant that is caught too late is not caught, and no run begins that would be too late.

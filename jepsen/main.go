@@ -71,6 +71,7 @@ type flags struct {
 	workload  string
 	nemesis   string
 	length    time.Duration
+	tempo     float64
 	transport string
 	seed      uint64
 
@@ -122,6 +123,7 @@ func newCommand() *cobra.Command {
 	fs.StringVar(&f.workload, "workload", "register", "what clients do: some of "+strings.Join(workload.Names(), ",")+", or all, one after the other")
 	fs.StringVar(&f.nemesis, "nemesis", "all", "faults: all, none, process, disk, network, membership, or some of "+strings.Join(nemesis.Kinds(), ","))
 	fs.DurationVar(&f.length, "time", 60*time.Second, "how long clients and faults run, for each workload and transport")
+	fs.Float64Var(&f.tempo, "tempo", 1, "faults, and the pauses between them, are so many times as short as usual")
 	fs.StringVar(&f.transport, "transport", "mixed", "how clients read: shm, tcp, mixed (shm, tcp, auto and grpc beside each other; one node without shm), or all of these in turn; verbs (and tcp beside it), for hosts that have an RDMA device")
 	fs.Uint64Var(&f.seed, "seed", 1, "of faults and operations")
 	fs.IntVar(&f.nodes, "nodes", 3, "number of nodes: 1, 3, 5 or 7")
@@ -165,6 +167,9 @@ func (f *flags) validate() error {
 		if name != verbs && !slices.Contains(allTransports, name) {
 			bad("--transport %q: want shm, tcp, mixed, verbs or all", name)
 		}
+	}
+	if !(f.tempo >= 0.1 && f.tempo <= 10) {
+		bad("--tempo %v: want 0.1 to 10", f.tempo)
 	}
 	if !slices.Contains([]int{1, 3, 5, 7}, f.nodes) {
 		bad("--nodes %d: want 1, 3, 5 or 7", f.nodes)

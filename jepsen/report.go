@@ -168,7 +168,7 @@ func summarize(w io.Writer, h *history.History, r *check.Report, took time.Durat
 			fmt.Fprintf(w, "fault %s: %d of %d were not seen to happen\n", kind, n-seen[kind], n)
 		}
 	}
-	fmt.Fprintf(w, "while a node was stopped: %d gets over shm answered\n", duringStops(h))
+	fmt.Fprintf(w, "while a node was stopped: %d gets answered by shm\n", duringStops(h))
 	fmt.Fprintf(w, "judged in %.1f s, the slowest key in %.3f s\n", took.Seconds(), r.Slowest.Seconds())
 	for i, f := range r.Findings {
 		if i == 10 {
@@ -179,22 +179,12 @@ func summarize(w io.Writer, h *history.History, r *check.Report, took time.Durat
 	}
 }
 
-// duringStops counts the gets of clients told to use shared memory that were answered
-// while a process was stopped, begin and end within it.
-func duringStops(h *history.History) int {
-	var stops []history.Fault
+// duringStops counts the gets that shared memory answered while a process was stopped.
+func duringStops(h *history.History) uint64 {
+	n := uint64(0)
 	for _, f := range h.Faults {
 		if f.Kind == "stop" && f.Seen {
-			stops = append(stops, f)
-		}
-	}
-	n := 0
-	for _, op := range h.Ops {
-		if op.Kind != history.Get || op.Via != "shm" || (op.Outcome != history.OK && op.Outcome != history.Absent) {
-			continue
-		}
-		if slices.ContainsFunc(stops, func(f history.Fault) bool { return op.Call > f.Start && op.Return < f.End }) {
-			n++
+			n += f.Gets["shm"]
 		}
 	}
 	return n

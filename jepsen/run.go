@@ -235,9 +235,9 @@ func (r *run) leaveOutBySize() {
 // planned are the faults that the seed means. That there are none, though kinds of them were
 // chosen, is an error.
 func (f *flags) planned(kinds []string) (nemesis.Lanes, error) {
-	lanes := nemesis.Plan(f.seed, kinds, f.length, f.nodes)
+	lanes := nemesis.Plan(f.seed, kinds, f.length, f.nodes, f.tempo)
 	if len(kinds) > 0 && len(slices.Concat(lanes[:]...)) == 0 {
-		return lanes, fmt.Errorf("--time %v: too short for any fault of --nemesis %s: want at least %v, or --nemesis none", f.length, f.nemesis, nemesis.RoomForOne)
+		return lanes, fmt.Errorf("--time %v: too short for any fault of --nemesis %s: want at least %v, or --nemesis none", f.length, f.nemesis, nemesis.RoomForOne(f.tempo))
 	}
 	return lanes, nil
 }
@@ -245,7 +245,7 @@ func (f *flags) planned(kinds []string) (nemesis.Lanes, error) {
 func (r *run) header(namespaces bool) history.Header {
 	f := r.f
 	h := history.Header{Workload: f.workload, Nemesis: f.nemesis, LeftOut: r.leftOut, Seed: f.seed, Settings: map[string]string{
-		"transport": f.transport, "time": f.length.String(), "nodes": strconv.Itoa(f.nodes), "replication": strconv.Itoa(f.replicas()), "shards": strconv.Itoa(f.shards),
+		"transport": f.transport, "time": f.length.String(), "tempo": strconv.FormatFloat(f.tempo, 'g', -1, 64), "nodes": strconv.Itoa(f.nodes), "replication": strconv.Itoa(f.replicas()), "shards": strconv.Itoa(f.shards),
 		"concurrency": strconv.Itoa(f.concurrency), "rate": strconv.FormatFloat(f.rate, 'g', -1, 64), "keys": strconv.Itoa(f.keys),
 		"min-size": strconv.Itoa(f.minSize), "max-size": strconv.Itoa(f.maxSize), "op-timeout": f.opTimeout.String(), "arena": f.arena,
 		"namespaces": strconv.FormatBool(namespaces), "addresses": strings.Join(f.addresses, ","), "node-flags": strings.Join(f.nodeFlags, ","),
@@ -450,7 +450,7 @@ func (r *run) play(ctx context.Context) *history.End {
 	load, stop := context.WithTimeout(ctx, r.f.length)
 	defer stop()
 	n := &nemesis.Runner{
-		Env: r.env, Ctl: r.ctl, Record: r.rec.Fault, Say: r.say, Shards: r.f.shards,
+		Env: r.env, Ctl: r.ctl, Record: r.rec.Fault, Say: r.say, Shards: r.f.shards, Gets: r.gets,
 	}
 	var wg sync.WaitGroup
 	wg.Go(func() { n.Run(load, r.lanes) })
@@ -482,6 +482,21 @@ func (r *run) play(ctx context.Context) *history.End {
 	}
 	r.takeStats(end)
 	return end
+}
+
+// gets is how many gets were answered so far, by what answered them.
+func (r *run) gets() map[string]uint64 {
+	sum := map[string]uint64{}
+	for _, w := range r.workers {
+		st, err := w.Stats()
+		if err != nil {
+			continue // it has crashed, which takeStats will tell
+		}
+		for via, n := range st.Gets {
+			sum[via] += n
+		}
+	}
+	return sum
 }
 
 // takeStats adds up what the clients counted. A worker that does not answer has crashed.

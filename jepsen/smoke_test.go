@@ -29,13 +29,18 @@ func TestSmokeHasEveryFault(t *testing.T) {
 	require.NoError(t, err)
 	length, err := time.ParseDuration(setting(`--seed \$\(SMOKE_SEED\) --time (\S+)`))
 	require.NoError(t, err)
+	tempo, err := strconv.ParseFloat(setting(`--seed \$\(SMOKE_SEED\) .*--tempo (\S+)`), 64)
+	require.NoError(t, err)
 	planned := map[string]bool{}
 	for i := range workload.Names() {
-		for _, lane := range nemesis.Plan(first+uint64(i), kinds, length, 3) {
+		faults := 0
+		for _, lane := range nemesis.Plan(first+uint64(i), kinds, length, 3, tempo) {
+			faults += len(lane)
 			for _, f := range lane {
 				planned[f.Kind] = true
 			}
 		}
+		require.GreaterOrEqual(t, faults, 4, "of each run")
 	}
 	for _, k := range kinds {
 		require.True(t, planned[k], "%s is never planned", k)

@@ -80,6 +80,9 @@ func (x *index) add(op *history.Op) {
 	case history.List:
 		x.addList(op)
 	case history.Many:
+		if op.Outcome == history.OK && len(op.Items) < len(op.Keys) {
+			x.report(KindSanity, op, op.Keys[len(op.Items)], "a GetMany of %d keys has %d answers: want one for each key, in their order", len(op.Keys), len(op.Items))
+		}
 		for i, it := range op.Items {
 			if op.Outcome != history.OK || it.Failed {
 				continue

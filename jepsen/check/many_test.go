@@ -22,6 +22,8 @@ func TestManyAnswersOtherKeys(t *testing.T) {
 		"swapped":           {[]string{"k", "l"}, []history.Item{l, k}, true},
 		"twice the same":    {[]string{"k", "l"}, []history.Item{k, k}, true},
 		"one too many":      {[]string{"k"}, []history.Item{k, l}, true},
+		"one too few":       {[]string{"k", "l"}, []history.Item{k}, true},
+		"none at all":       {[]string{"k", "l"}, nil, true},
 		"nobody asked this": {[]string{"m"}, []history.Item{k}, true},
 	} {
 		s := newScript()

@@ -104,6 +104,8 @@ type Fault struct {
 	Seen   bool     `json:"seen"`            // it was observed to have happened
 	Short  bool     `json:"short,omitempty"` // the run's end came before it could be seen
 	Detail string   `json:"detail,omitempty"`
+	// Gets answered while a process was stopped, by what answered them.
+	Gets map[string]uint64 `json:"gets,omitempty"`
 }
 
 // End closes a run: what the judge cannot see in the operations.

@@ -25,6 +25,8 @@ type Runner struct {
 	Record func(history.Fault)
 	Say    func(format string, args ...any)
 	Shards int
+	// Gets tells how many gets were answered so far, by what answered them; nil: not counted.
+	Gets func() map[string]uint64
 
 	fills uint64 // names the keys of bulk; the process lane alone uses it
 	// quiet keeps other lanes than that of membership from beginning a fault: see await.
@@ -336,9 +338,22 @@ func (r *Runner) stop(ctx context.Context, e Event, n *env.Node, f *history.Faul
 		f.Seen = n.Stopped()
 	}
 	if f.Seen {
+		before := r.gets()
 		pause(ctx, e.For)
+		f.Gets = map[string]uint64{}
+		for via, count := range r.gets() {
+			f.Gets[via] = more(before[via], count)
+		}
+		f.Detail += fmt.Sprintf("gets answered meanwhile: %v", f.Gets)
 	}
 	return n.Signal(syscall.SIGCONT)
+}
+
+func (r *Runner) gets() map[string]uint64 {
+	if r.Gets == nil {
+		return nil
+	}
+	return r.Gets()
 }
 
 func (r *Runner) transfer(ctx context.Context, e Event, f *history.Fault) error {

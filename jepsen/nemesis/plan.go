@@ -140,7 +140,11 @@ const (
 )
 
 // RoomForOne is how long a run has to be for at least one fault, whatever its seed.
-const RoomForOne = firstFault + gapMax/2 + lastFault + time.Millisecond
+func RoomForOne(tempo float64) time.Duration {
+	return faster(firstFault, tempo) + faster(gapMax, tempo)/2 + faster(lastFault, tempo) + time.Millisecond
+}
+
+func faster(d time.Duration, tempo float64) time.Duration { return time.Duration(float64(d) / tempo) }
 
 // Lanes are of processes (and their disks and clocks), of the network, and of membership.
 type Lanes [3][]Event
@@ -153,8 +157,8 @@ var laneKinds = [3][]string{slices.Concat(processKinds, chaosKinds), networkKind
 // Plan draws the faults of a run, in lanes, so that faults of different classes overlap and
 // those of one class do not. Each lane deals its kinds like cards, so that all come before
 // one comes again. Every random choice follows from the seed. nodes do not include the
-// spare one.
-func Plan(seed uint64, kinds []string, length time.Duration, nodes int) Lanes {
+// spare one. Faults, and the pauses between them, are tempo times as short as usual.
+func Plan(seed uint64, kinds []string, length time.Duration, nodes int, tempo float64) Lanes {
 	var lanes Lanes
 	if slices.ContainsFunc(kinds, NeedsSpare) {
 		nodes++
@@ -167,17 +171,20 @@ func Plan(seed uint64, kinds []string, length time.Duration, nodes int) Lanes {
 			}
 		}
 		if len(mine) > 0 {
-			lanes[i] = planLane(rand.New(rand.NewPCG(seed, uint64(i+1))), mine, length, nodes)
+			lanes[i] = planLane(rand.New(rand.NewPCG(seed, uint64(i+1))), mine, length, nodes, tempo)
 		}
 	}
 	return lanes
 }
 
-func planLane(rng *rand.Rand, kinds []string, length time.Duration, nodes int) []Event {
-	between := func(a, b time.Duration) time.Duration { return a + time.Duration(rng.Int64N(int64(b-a)+1)) }
+func planLane(rng *rand.Rand, kinds []string, length time.Duration, nodes int, tempo float64) []Event {
+	between := func(a, b time.Duration) time.Duration {
+		a, b = faster(a, tempo), faster(b, tempo)
+		return a + time.Duration(rng.Int64N(int64(b-a)+1))
+	}
 	var deck []string
 	var events []Event
-	for at := firstFault + between(0, gapMax/2); at < length-lastFault; {
+	for at := faster(firstFault, tempo) + between(0, gapMax/2); at < length-faster(lastFault, tempo); {
 		if len(deck) == 0 {
 			deck = slices.Clone(kinds)
 			rng.Shuffle(len(deck), func(i, j int) { deck[i], deck[j] = deck[j], deck[i] })

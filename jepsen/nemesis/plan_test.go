@@ -14,11 +14,11 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 func TestSeedsGiveTheSamePlan(t *testing.T) {
 	for seed := range uint64(20) {
-		a := Plan(seed, Kinds(), 2*time.Minute, 3)
-		require.Equal(t, a, Plan(seed, Kinds(), 2*time.Minute, 3))
-		require.NotEqual(t, a, Plan(seed+1, Kinds(), 2*time.Minute, 3))
+		a := Plan(seed, Kinds(), 2*time.Minute, 3, 1)
+		require.Equal(t, a, Plan(seed, Kinds(), 2*time.Minute, 3, 1))
+		require.NotEqual(t, a, Plan(seed+1, Kinds(), 2*time.Minute, 3, 1))
 		// A longer run begins like a shorter one, so a finding near its begin comes again.
-		longer := Plan(seed, Kinds(), 3*time.Minute, 3)
+		longer := Plan(seed, Kinds(), 3*time.Minute, 3, 1)
 		for i, lane := range a {
 			require.Equal(t, lane, longer[i][:len(lane)])
 		}
@@ -26,7 +26,7 @@ func TestSeedsGiveTheSamePlan(t *testing.T) {
 }
 
 func TestPlanDealsEveryKind(t *testing.T) {
-	lanes := Plan(7, Kinds(), 6*time.Minute, 5)
+	lanes := Plan(7, Kinds(), 6*time.Minute, 5, 1)
 	require.NotEmpty(t, lanes[0])
 	require.NotEmpty(t, lanes[1])
 	require.NotEmpty(t, lanes[2])
@@ -46,9 +46,9 @@ func TestPlanDealsEveryKind(t *testing.T) {
 		}
 		require.Len(t, seen, len(class), "each kind comes before one comes a third time")
 	}
-	require.Empty(t, Plan(7, nil, time.Minute, 3)[0])
-	require.Empty(t, Plan(7, []string{Kill}, time.Minute, 3)[1])
-	for _, e := range Plan(7, []string{Kill}, time.Minute, 3)[0] {
+	require.Empty(t, Plan(7, nil, time.Minute, 3, 1)[0])
+	require.Empty(t, Plan(7, []string{Kill}, time.Minute, 3, 1)[1])
+	for _, e := range Plan(7, []string{Kill}, time.Minute, 3, 1)[0] {
 		require.ElementsMatch(t, []uint64{1, 2, 3}, e.Order, "without faults of membership there is no spare one")
 	}
 }
@@ -120,4 +120,27 @@ func TestCuts(t *testing.T) {
 		fromClients(2, clients, 0, 1))
 	require.ElementsMatch(t, []env.Cut{{From: "beside", To: "n2"}}, fromClients(2, clients, 1, 2))
 	require.ElementsMatch(t, []env.Cut{{From: "n2", To: "beside"}, {From: "n2", To: "apart"}}, fromClients(2, clients, 2, 3))
+}
+
+// A faster run has more faults, each of which fits.
+func TestTempo(t *testing.T) {
+	count := func(tempo float64) (n int) {
+		for _, lane := range Plan(3, []string{Kill, Stop, Halves}, 10*time.Second, 3, tempo) {
+			end := time.Duration(0)
+			for _, e := range lane {
+				require.GreaterOrEqual(t, e.At, end)
+				require.GreaterOrEqual(t, e.For, faster(span[e.Kind][0], tempo))
+				require.LessOrEqual(t, e.For, faster(span[e.Kind][1], tempo))
+				end = e.At + e.For
+			}
+			n += len(lane)
+		}
+		return n
+	}
+	require.Greater(t, count(4), 2*count(1))
+	for seed := range uint64(50) {
+		for _, tempo := range []float64{0.5, 1, 4} {
+			require.NotEmpty(t, Plan(seed, []string{Kill}, RoomForOne(tempo), 3, tempo)[0])
+		}
+	}
 }

@@ -201,8 +201,14 @@ func TestStopIsSeen(t *testing.T) {
 	<-done
 	require.Equal(t, before, pids(e), "it lives")
 	require.Eventually(t, func() bool { return state(t, before[1]) != "T" }, 10*time.Second, time.Millisecond)
-	f := one(t.Context(), t, &Runner{Env: e}, Event{Kind: Stop, For: 10 * time.Millisecond})
+	answered := uint64(40)
+	gets := func() map[string]uint64 {
+		answered += 2
+		return map[string]uint64{"shm": answered, "grpc": 9}
+	}
+	f := one(t.Context(), t, &Runner{Env: e, Gets: gets}, Event{Kind: Stop, For: 10 * time.Millisecond})
 	require.True(t, f.Seen)
+	require.Equal(t, map[string]uint64{"shm": 2, "grpc": 0}, f.Gets, "only those in between")
 	require.False(t, f.Short)
 }
 
