@@ -40,6 +40,7 @@ type actor struct {
 	busy    *history.Op                // the simulation's
 	ttl     time.Duration              // of the put that is under way; 0: none
 	expiry  *expiry                    // of that put
+	tears   bool                       // its READs come in pieces now and then
 	cold    bool                       // it remembers no addresses of values
 	over    chan struct{}
 	// versions that this process has seen, by key.

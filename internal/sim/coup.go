@@ -3,6 +3,7 @@ package sim
 import (
 	"context"
 	"fmt"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -34,8 +35,6 @@ func (s *sim) leaveBehind() {
 	case n.boot == nil || n.frozen:
 	case s.opt.grows && s.chance(2):
 		s.grow(n)
-	case s.opt.arenaBytes < 1<<20 && s.ledBy(n) != 0 && s.chance(3):
-		s.driveOut(n)
 	case s.opt.moves && s.ledBy(n) != 0 && s.chance(3):
 		s.strand(n)
 	case s.ledBy(n) != 0 && s.chance(2):
@@ -77,12 +76,26 @@ func (s *sim) onlyAt(n *node, key string) {
 
 // driveOut drives a new value out of memory while a client is READing the bucket of its key:
 // in that bucket nothing may ever have been driven out before.
-func (s *sim) driveOut(n *node) {
-	a, ok := pick(s, s.idle())
-	shard := s.ledBy(n)
-	others := s.keysOf(shard)
-	if !ok || len(others) == 0 {
+func (s *sim) driveOut() {
+	a, ok := pick(s, slices.DeleteFunc(slices.Clone(s.clients), func(a *actor) bool { return !a.tears || !a.dialled.Load() }))
+	if !ok {
 		return
+	}
+	s.driving = true
+	defer func() { s.driving = false }()
+	for range 4 {
+		if s.finish(a); a.busy != nil || !s.driveOutOne(a) {
+			return
+		}
+	}
+}
+
+// driveOutOne does so with one value; false: nobody leads, who does not, or does not say so.
+func (s *sim) driveOutOne(a *actor) bool {
+	shard := raft.GroupID(1 + s.rnd.IntN(s.opt.shards))
+	n, others := s.leads(shard, nil), s.keysOf(shard)
+	if n == nil || len(others) == 0 || !n.serves(shard) {
+		return false
 	}
 	key := ""
 	for key == "" || raft.GroupID(s.shardOf(key)) != shard {
@@ -90,27 +103,37 @@ func (s *sim) driveOut(n *node) {
 		key = fmt.Sprintf("fresh-%d", s.fresh)
 	}
 	s.fell("driven out", "%s of shard %d on node %d, while client %d looks", key, shard, n.id, a.id)
-	s.hasty = true
-	s.write(n, key, 64)
+	size := s.opt.sizes[len(s.opt.sizes)-1] // one takes the place of another of its size
+	if !s.write(n, key, size) {
+		return false
+	}
 	s.call(a, &history.Op{Kind: history.Get, Key: key})
 	s.settle()
-	for range s.rnd.IntN(6) {
-		s.pass(time.Duration(1 + s.rnd.IntN(50000)))
-		s.settle()
+	for range 1 + s.rnd.IntN(4) {
+		at, ok := a.fabric.Next()
+		left := at.Sub(s.clock.Now())
+		if !ok || left > time.Millisecond {
+			break
+		}
+		if left > 0 {
+			s.pass(left)
+			s.settle()
+		}
 		if a.fabric.Step() {
 			s.note("READ of client %d", a.id)
 			s.settle()
 		}
 	}
 	release := a.fabric.Hold(n.host())
+	defer release()
 	for i := range 4 + s.rnd.IntN(4) {
-		if s.leads(shard, nil) != n {
-			break
+		if !s.write(n, others[(i+s.fresh)%len(others)], size) {
+			return false // every further write would be of unknown fate, too
 		}
-		s.write(n, others[(i+s.fresh)%len(others)], s.opt.sizes[len(s.opt.sizes)-1])
 	}
 	release()
 	s.finish(a)
+	return true
 }
 
 // finish lets what a client does come to its end; false where it does not soon.
@@ -402,8 +425,8 @@ const (
 )
 
 // write puts a value by one call to a node, as a client does that knows it leads, and waits
-// for the answer without letting time pass.
-func (s *sim) write(n *node, key string, size int) {
+// for the answer without letting time pass. It tells whether the value was stored.
+func (s *sim) write(n *node, key string, size int) bool {
 	s.moment++
 	s.values++
 	op := &history.Op{
@@ -432,4 +455,5 @@ func (s *sim) write(n *node, key string, size int) {
 	s.ops = append(s.ops, op)
 	s.count("direct put " + string(op.Outcome))
 	s.note("put(%s) value %d -> %s version %d", key, op.Value, op.Outcome, op.Version)
+	return op.Outcome == history.OK
 }

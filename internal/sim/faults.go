@@ -58,6 +58,8 @@ func (s *sim) step() bool {
 			return false
 		}
 		s.call(a, s.operation())
+	case r < 988 && s.opt.arenaBytes < 1<<20 && !s.rough:
+		s.driveOut()
 	case r < 992:
 		s.upkeep()
 	case r < 997 && s.rough:
@@ -394,6 +396,9 @@ func (s *sim) repair() {
 	}
 }
 
+// healPause is how many ticks a client waits after an operation that failed.
+const healPause = 20
+
 // heal is the second phase: all faults end, and then every client must be able to write
 // and to read every key.
 func (s *sim) heal() {
@@ -404,7 +409,8 @@ func (s *sim) heal() {
 	} else {
 		s.repair()
 	}
-	todo := map[*actor]int{} // operations done
+	todo := map[*actor]int{}  // operations done
+	again := map[*actor]int{} // in which tick it tries again; 0: nothing failed
 	for tick := range healBound {
 		if len(s.res.Breach) > 0 {
 			return
@@ -415,12 +421,13 @@ func (s *sim) heal() {
 		s.drain()
 		left := !s.finishMoves()
 		for _, a := range s.clients {
-			if n := todo[a]; n > 0 && n < 2*len(s.keys)+1 && a.busy == nil && !s.worked(a) {
-				todo[a]-- // again
+			if n := todo[a]; n > 0 && n < 2*len(s.keys)+1 && a.busy == nil && again[a] == 0 && !s.worked(a) {
+				todo[a]-- // again, but not at once: each attempt may leave a write of unknown fate
+				again[a] = tick + healPause
 			}
 			n := todo[a]
 			left = left || n < 2*len(s.keys) || a.busy != nil
-			if n >= 2*len(s.keys) || a.busy != nil || !a.dialled.Load() {
+			if n >= 2*len(s.keys) || a.busy != nil || !a.dialled.Load() || tick < again[a] {
 				continue
 			}
 			op := &history.Op{Key: s.keys[n/2], Kind: history.Put}
@@ -428,6 +435,7 @@ func (s *sim) heal() {
 				op.Kind = history.Get
 			}
 			todo[a]++
+			again[a] = 0
 			s.call(a, op)
 			s.settle()
 		}

@@ -12,6 +12,7 @@ import (
 	"runtime"
 	"runtime/debug"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -96,6 +97,7 @@ type sim struct {
 	// or between two ticks.
 	hasty    bool
 	healing  bool                // all faults are over
+	driving  bool                // values are driven out, which is many stores: no node is slow between them
 	left     *behind             // a node that was left behind; nil: none
 	fresh    int                 // keys that were made for such
 	bulk     int                 // number of the last key of bulk
@@ -229,7 +231,7 @@ func (s *sim) addActor(id int) {
 		panic(fmt.Sprintf("sim: %v", err)) // bug: of the settings above
 	}
 	s.clients = append(s.clients, &actor{
-		s: s, id: id, fabric: f, cold: s.chance(3), clock: clock.NewManual(time.Now().Add(s.skew())),
+		s: s, id: id, fabric: f, tears: tear > 0, cold: s.chance(3), clock: clock.NewManual(time.Now().Add(s.skew())),
 		work: make(chan *history.Op), over: make(chan struct{}), versions: map[string]uint64{},
 	})
 }
@@ -432,7 +434,7 @@ func (s *sim) between(b *boot, inRecord bool) {
 	}
 	s.inside = true
 	defer func() { s.inside = false }()
-	if s.applying.Load() && s.chance(16) {
+	if s.applying.Load() && !s.driving && s.chance(16) {
 		s.linger(b)
 		return
 	}
@@ -639,6 +641,9 @@ func (s *sim) close() {
 			s.res.Counts[how] += int(g.Count)
 		}
 		s.res.Counts["confirmation"] += int(st.Confirmations)
+		for why, n := range st.Retries {
+			s.res.Counts["retried as "+strings.ReplaceAll(why, "_", " ")] += int(n)
+		}
 	}
 	for _, a := range s.clients {
 		a.quit()
