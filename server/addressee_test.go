@@ -85,7 +85,7 @@ func TestStrangerAtMembersAddress(t *testing.T) {
 	for _, ns := range names.GetNamespaces() {
 		require.NotEqual(t, "ours", ns.GetName())
 	}
-	require.ErrorContains(t, leader.beginRegistry(testContext(t)), "the address of node 3")
+	require.ErrorContains(t, leader.allUnderstand(testContext(t), registryProtocol, "grow"), "the address of node 3")
 
 	// As it is asked itself, by those who say that they are others than they are.
 	to := leader.identity.Load().incarnation()
