@@ -56,6 +56,25 @@ func (f *flags) build(ctx context.Context, dir string, broken bool) (p binaries,
 	return p, nil
 }
 
+// checkEarlier makes the path of the earlier kvd one that the kernel knows too. It gets the
+// command line that kvd gets.
+func (f *flags) checkEarlier(ctx context.Context, p binaries) (err error) {
+	if f.earlier == "" {
+		return nil
+	}
+	if f.earlier, err = filepath.EvalSymlinks(f.earlier); err == nil {
+		f.earlier, err = filepath.Abs(f.earlier)
+	}
+	if err != nil {
+		return fmt.Errorf("--upgrade-from: %w", err)
+	}
+	orders, err := takesOrders(ctx, f.earlier)
+	if err == nil && orders != p.chaos {
+		err = fmt.Errorf("--upgrade-from %s: built with the tag chaos %v, %s: %v: want both or neither", f.earlier, orders, p.kvd, p.chaos)
+	}
+	return err
+}
+
 // takesOrders tells whether a kvd was built with the tag chaos.
 func takesOrders(ctx context.Context, kvd string) (bool, error) {
 	help, err := exec.CommandContext(ctx, kvd, "start", "--help").CombinedOutput()

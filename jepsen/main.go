@@ -90,6 +90,7 @@ type flags struct {
 	addresses []string
 	nodeFlags []string
 	kvdBin    string
+	earlier   string // kvd with which the nodes begin
 	artifacts string
 	dataDir   string
 	keepData  bool
@@ -140,6 +141,7 @@ func newCommand() *cobra.Command {
 	fs.StringSliceVar(&f.addresses, "addresses", nil, "addresses of this host, one for each node, instead of loopback: for verbs, those of the RDMA device")
 	fs.StringSliceVar(&f.nodeFlags, "node-flags", nil, "more flags of every node, such as --tick=200ms; they win over those of the run")
 	fs.StringVar(&f.kvdBin, "kvd-bin", "", "kvd: program to run (default: built from this source tree with the tag chaos, so that disks and clocks can fail)")
+	fs.StringVar(&f.earlier, "upgrade-from", "", "kvd with which the nodes begin, for the fault upgrade: built as --kvd-bin is, with the tag chaos or without")
 	fs.StringVar(&f.artifacts, "artifacts", filepath.Join("artifacts", "jepsen"), "where history, logs, picture and verdict are kept, in a folder for each run")
 	fs.StringVar(&f.dataDir, "data-dir", "", "where the nodes' data is kept during the run (default: the temporary directory)")
 	fs.BoolVar(&f.keepData, "keep-data", false, "do not remove the nodes' data")

@@ -128,13 +128,16 @@ func (r *run) prepare(ctx context.Context) error {
 		}
 		f.programs = &p
 	}
+	if err := f.checkEarlier(ctx, *f.programs); err != nil {
+		return err
+	}
 	if len(f.addresses) > 0 && slices.ContainsFunc(r.kinds, nemesis.NeedsSpare) {
 		r.say("faults of membership left out: no address for a node that joins")
 		r.leaveOut(nemesis.NeedsSpare)
 	}
 	cfg := env.Config{
-		Spare:  slices.ContainsFunc(r.kinds, nemesis.NeedsSpare),
-		Binary: f.programs.kvd, Self: f.programs.worker, Chaos: f.programs.chaos, Broken: f.broken, DataDir: r.data, LogDir: r.dir, Nodes: f.nodes, Shards: f.shards,
+		Spare:   slices.ContainsFunc(r.kinds, nemesis.NeedsSpare),
+		Earlier: f.earlier, Binary: f.programs.kvd, Self: f.programs.worker, Chaos: f.programs.chaos, Broken: f.broken, DataDir: r.data, LogDir: r.dir, Nodes: f.nodes, Shards: f.shards,
 		Namespaces: namespaces, Addrs: f.addresses, Clients: []string{"beside", "apart"},
 		Args: []string{
 			"--tick", "50ms", "--arena", f.arena, "--max-chunk", "2MiB", "--cache", "16MiB", "--min-free-disk", nemesis.MinFreeDisk,
@@ -202,6 +205,8 @@ func (r *run) dropImpossible() error {
 			r.say("fault %s left out: no network of our own", k)
 		case nemesis.NeedsChaos(k) && !r.f.programs.chaos:
 			r.say("fault %s left out: kvd was not built with the tag chaos", k)
+		case k == nemesis.Upgrade && r.f.earlier == "":
+			r.say("fault %s left out: no --upgrade-from", k)
 		case k == nemesis.OOM && r.env.NoCgroups != nil:
 			r.say("fault %s left out: %v", k, r.env.NoCgroups)
 		default:

@@ -1,6 +1,7 @@
 package env
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -20,6 +21,7 @@ import (
 // Config of a place.
 type Config struct {
 	Binary     string // kvd
+	Earlier    string // an earlier kvd, with which nodes begin until they Switch; empty: none
 	Self       string // this program, for its helpers
 	DataDir    string // short: unix sockets lie below it
 	LogDir     string
@@ -154,7 +156,7 @@ func (e *Env) makeNodes(prefix string) error {
 		id := uint64(i + 1)
 		h := e.hosts[fmt.Sprintf("n%d", id)]
 		at := func(k int) string { return net.JoinHostPort(h.Addr, strconv.Itoa(ports[3*i+k])) }
-		n := &Node{ID: id, Host: h, Address: at(0), bin: e.cfg.Binary, LogFile: filepath.Join(e.cfg.LogDir, fmt.Sprintf("node%d.log", id))}
+		n := &Node{ID: id, Host: h, Address: at(0), bin: cmp.Or(e.cfg.Earlier, e.cfg.Binary), other: e.cfg.Binary, LogFile: filepath.Join(e.cfg.LogDir, fmt.Sprintf("node%d.log", id))}
 		n.dataDir = filepath.Join(e.cfg.DataDir, h.Name)
 		n.args = append([]string{
 			"--data-dir", n.dataDir, "--listen", at(0), "--metrics-listen", at(1), "--tcp-listen", at(2),

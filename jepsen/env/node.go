@@ -22,7 +22,8 @@ type Node struct {
 	LogFile string
 	Socket  string // for package faults; empty: the program was not built for that
 
-	bin     string
+	bin     string // guarded by mu
+	other   string // likewise; see Switch
 	args    []string
 	join    []string // what a node of an empty directory is told beside args
 	dataDir string
@@ -85,6 +86,14 @@ func (n *Node) Start(extra ...string) error {
 		close(done)
 	}()
 	return nil
+}
+
+// Switch has the next start run the other kvd: the one before the present, or the one after.
+func (n *Node) Switch() (program string) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.bin, n.other = n.other, n.bin
+	return n.bin
 }
 
 // Claim keeps others who end and start the process from doing so until release is

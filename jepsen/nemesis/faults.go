@@ -179,7 +179,7 @@ func (r *Runner) one(ctx context.Context, e Event, f *history.Fault) error {
 	}
 	f.Nodes = []uint64{id}
 	n := r.Env.Node(id)
-	if slices.Contains(laneKinds[0], e.Kind) && e.Kind != KillAll && e.Kind != RollingRestart {
+	if slices.Contains(laneKinds[0], e.Kind) && e.Kind != KillAll && e.Kind != RollingRestart && e.Kind != Upgrade {
 		defer n.Claim()()
 	}
 	switch e.Kind {
@@ -230,6 +230,8 @@ func (r *Runner) one(ctx context.Context, e Event, f *history.Fault) error {
 		return r.flap(ctx, e, id, f)
 	case RollingRestart:
 		return r.rollingRestart(ctx, e, f)
+	case Upgrade:
+		return r.upgrade(ctx, e, f)
 	case Drain:
 		return r.drains(ctx, e, f)
 	case Replace:

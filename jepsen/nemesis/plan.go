@@ -34,6 +34,7 @@ const (
 	Moves         = "moves"          // replicas moved to and fro
 
 	RollingRestart = "rolling-restart" // all nodes, one after the other, by SIGTERM
+	Upgrade        = "upgrade"         // the same, each with another kvd; the next time back
 	Drain          = "drain"           // all nodes, one after the other, drained and restarted
 	Replace        = "replace"         // a node is lost for good, and another takes its place
 )
@@ -41,7 +42,7 @@ const (
 // processKinds need no network of their own, networkKinds do; chaosKinds need a kvd that
 // was built with the tag chaos; memberKinds need a spare node.
 var (
-	processKinds = []string{Kill, KillAll, Stop, Transfer, Snapshot, Tiny, OOM, Grow, RollingRestart}
+	processKinds = []string{Kill, KillAll, Stop, Transfer, Snapshot, Tiny, OOM, Grow, RollingRestart, Upgrade}
 	chaosKinds   = []string{SlowDisk, StallSync, FailSync, DiskFull, ClockJump}
 	networkKinds = []string{Halves, Ring, Bridge, OneWay, IsolateLeader, ClientLeader, Flap}
 	memberKinds  = []string{Churn, Moves, Drain, Replace}
@@ -128,7 +129,7 @@ var span = map[string][2]time.Duration{
 	ClientLeader: {2 * time.Second, 5 * time.Second}, Flap: {2 * time.Second, 5 * time.Second},
 	Churn: {time.Second, 4 * time.Second}, Moves: {4 * time.Second, 8 * time.Second},
 	// As long as each node is away.
-	RollingRestart: {100 * time.Millisecond, 1500 * time.Millisecond}, Drain: {100 * time.Millisecond, 500 * time.Millisecond},
+	RollingRestart: {100 * time.Millisecond, 1500 * time.Millisecond}, Upgrade: {100 * time.Millisecond, 1500 * time.Millisecond}, Drain: {100 * time.Millisecond, 500 * time.Millisecond},
 	Replace: {100 * time.Millisecond, 200 * time.Millisecond},
 }
 

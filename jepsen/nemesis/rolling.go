@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"slices"
 	"time"
 
@@ -55,6 +56,36 @@ func (r *Runner) rollingRestart(ctx context.Context, e Event, f *history.Fault) 
 		f.Detail += fmt.Sprintf("node %d had caught up after %.1f s; ", id, took.Seconds())
 	}
 	f.Seen = len(f.Nodes) > 0
+	return nil
+}
+
+// upgrade restarts all nodes as a rolling restart does, each with the other kvd: a later
+// one, and the next time the earlier one again. It was seen when the kernel says that each
+// runs it.
+func (r *Runner) upgrade(ctx context.Context, e Event, f *history.Fault) error {
+	f.Nodes, f.Detail = nil, ""
+	for _, id := range e.Order {
+		n := r.Env.Node(id)
+		if !n.InUse() || n.Leaving() {
+			continue
+		}
+		f.Nodes = append(f.Nodes, id)
+		program := n.Switch()
+		if err := restart(ctx, n, e.For); err != nil {
+			return err
+		}
+		took, err := r.catchesUp(ctx, n)
+		if err != nil {
+			return err
+		}
+		runs, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", n.PID()))
+		if err != nil || runs != program {
+			return fmt.Errorf("nemesis: node %d runs %s (%v): want %s", id, runs, err, program)
+		}
+		f.Detail += fmt.Sprintf("node %d had caught up after %.1f s; ", id, took.Seconds())
+	}
+	f.Seen = len(f.Nodes) > 0
+	f.Detail += "all run the other kvd"
 	return nil
 }
 
