@@ -121,6 +121,12 @@ bench-smoke: ## every system and operation of bench, a second each
 	$(GO) run ./bench --op get --clients 4 --keys 500 --seconds 1 --warmup 0.2 --rounds 1 $(BENCH_ARGS)
 	$(GO) run ./bench --op put --clients 4 --keys 500 --seconds 1 --warmup 0.2 --rounds 1 $(BENCH_ARGS)
 
+.PHONY: bench-life
+bench-life: ## what users notice while nodes die, restart, leave and join; fails where a bound is missed
+	$(GO) run ./bench failover --kills 50 --clients 64 $(BENCH_ARGS)
+	$(GO) run ./bench rolling --clients 64 $(BENCH_ARGS)
+	$(GO) run ./bench join --bytes 2GiB --clients 64 $(BENCH_ARGS)
+
 .PHONY: jepsen
 jepsen: ## an hour of faults on real processes, judged (see jepsen/README.md; better as root)
 	$(GO) run ./jepsen --workload all --transport all --nemesis all --rate 2500 --concurrency 24 --time $(JEPSEN_TIME) $(JEPSEN_ARGS)

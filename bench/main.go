@@ -42,12 +42,17 @@ func newCommand() *cobra.Command {
 	var f flags
 	cmd := &cobra.Command{
 		Use:   "bench",
-		Short: "Load kvd and its peers by one loop and compare them",
+		Short: "Load kvd and its peers by one loop and compare them; or kvd alone while its nodes come and go",
 		Example: `  # throughput of gets over TCP, as many at once as memcached gets
   go run ./bench --systems kvd,memcached --op get --clients 64 --transport tcp
 
   # latency of one durable, replicated put
-  go run ./bench --systems kvd,etcd --op put --clients 1 --size 1024`,
+  go run ./bench --systems kvd,etcd --op put --clients 1 --size 1024
+
+  # what users notice when nodes die, restart, leave or join
+  go run ./bench failover --kills 50 --clients 64
+  go run ./bench rolling
+  go run ./bench join --bytes 2GiB`,
 		Args:          cobra.NoArgs,
 		SilenceUsage:  true,
 		SilenceErrors: true,
@@ -69,6 +74,7 @@ func newCommand() *cobra.Command {
 	fs.StringVar(&f.opt.transport, "transport", "auto", "kvd: how gets read: auto, shm, tcp or grpc")
 	fs.StringVar(&f.opt.level, "level", "linearizable", "kvd: promise of gets: linearizable, session or stale")
 	fs.StringVar(&f.opt.kvdBinary, "kvd-bin", "", "kvd: program to run (default: built from this source tree)")
+	cmd.AddCommand(newFailover(), newRolling(), newJoin())
 	return cmd
 }
 
