@@ -37,6 +37,9 @@ type Client struct {
 	asking   singleflight.Group // questions to nodes, one of a kind at a time
 	strays   sync.Map           // nodes of other clusters that were logged
 
+	membersMu sync.Mutex // held while a list of members is worked in
+	members   membership // guarded by membersMu
+
 	mu struct {
 		sync.Mutex // guards changes of nodes
 		closed     bool
@@ -103,20 +106,22 @@ func Dial(ctx context.Context, cfg Config) (*Client, error) {
 	return c, nil
 }
 
-// dialFirst asks the endpoints in turn until one opens a session. It waits for nodes
-// that are starting.
+// dialStagger is how long an endpoint is waited for before the next one is asked too: it
+// may be of a node that is no more, where nothing answers, not even that nobody is there.
+const dialStagger = 200 * time.Millisecond
+
+// dialFirst asks the endpoints until one opens a session. It waits for nodes that are
+// starting.
 func (c *Client) dialFirst(ctx context.Context) error {
 	graceEnds := time.Now().Add(namespaceGrace)
 	for {
-		var failures []error
+		s, failures := c.dialRound(ctx)
+		if s != nil {
+			c.addNode(s.nodeID, s.remote.addr, s)
+			return nil
+		}
 		unknown, starting := 0, 0
-		for _, addr := range c.cfg.Endpoints {
-			s, err := c.openSession(ctx, c.life, addr, 0)
-			if err == nil {
-				c.addNode(s.nodeID, addr, s)
-				return nil
-			}
-			failures = append(failures, err)
+		for _, err := range failures {
 			if errors.Is(err, ErrUnknownNamespace) {
 				unknown++
 			}
@@ -131,6 +136,59 @@ func (c *Client) dialFirst(ctx context.Context) error {
 			continue
 		}
 		return dialFailed(failures)
+	}
+}
+
+// dialRound asks each endpoint once, in turn: the next when the one before failed, or did
+// not answer for a moment. It returns the first session that one opens, or, in the order of
+// the endpoints, why none did.
+func (c *Client) dialRound(ctx context.Context) (*session, []error) {
+	type result struct {
+		i   int
+		s   *session
+		err error
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	results := make(chan result, len(c.cfg.Endpoints))
+	failures := make([]error, len(c.cfg.Endpoints))
+	asked, open := 0, 0
+	// Whoever answers too late is not needed.
+	defer func() {
+		c.tasks.spawn(func() {
+			for ; open > 0; open-- {
+				if r := <-results; r.s != nil {
+					r.s.close()
+					r.s.stream.stop()
+				}
+			}
+		})
+	}()
+	for {
+		var next <-chan time.Time
+		if asked < len(failures) {
+			i := asked
+			if asked++; !c.tasks.spawn(func() {
+				s, err := c.openSession(ctx, c.life, c.cfg.Endpoints[i], 0)
+				results <- result{i, s, err}
+			}) {
+				return nil, []error{ErrClosed}
+			}
+			open++
+			next = time.After(dialStagger)
+		}
+		select {
+		case r := <-results:
+			open--
+			if r.s != nil {
+				return r.s, nil
+			}
+			failures[r.i] = r.err
+			if open == 0 && asked == len(failures) {
+				return nil, failures
+			}
+		case <-next:
+		}
 	}
 }
 

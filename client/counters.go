@@ -78,6 +78,7 @@ type counters struct {
 	hedges                                         atomic.Uint64
 	bufferDirect, bufferCopied                     atomic.Uint64
 	writes, writeRetries, unknownOutcomes          atomic.Uint64
+	topologies                                     atomic.Uint64
 }
 
 // snapshot reads every counter. via names the ways of reading.
@@ -89,7 +90,7 @@ func (k *counters) snapshot(via []string) Stats {
 		CacheHits: k.cacheHits.Load(), CacheMisses: k.cacheMisses.Load(),
 		BufferDirect: k.bufferDirect.Load(), BufferCopied: k.bufferCopied.Load(),
 		Hedges: k.hedges.Load(), Writes: k.writes.Load(),
-		WriteRetries: k.writeRetries.Load(), UnknownOutcomes: k.unknownOutcomes.Load(),
+		WriteRetries: k.writeRetries.Load(), UnknownOutcomes: k.unknownOutcomes.Load(), Topologies: k.topologies.Load(),
 		Retries: byReason(&k.retries), Fallbacks: byReason(&k.fallbacks),
 	}
 	for l := Linearizable; l <= Stale; l++ {

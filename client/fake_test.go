@@ -55,6 +55,11 @@ type fakeCluster struct {
 	gets       int
 	fallback   string // the last get's reason
 	admin      int    // calls that an operator makes, but for those of the status
+	routes     int    // calls of Routes
+	version    uint64 // of the list of members
+	left       map[uint64]bool
+	// listeners are the sessions, by node, that want to be told of changes.
+	listeners map[*fakeNode][]chan *kvdv1.Topology
 }
 
 type fakeValue struct {
@@ -82,6 +87,7 @@ type fakeNode struct {
 	plain   bool             // it serves no transport
 	hidden  bool             // its chunk is named only to who asks for it, as if it were new
 	addr    string
+	mum     bool // too old to tell of changes
 	server  *grpc.Server
 	real    *realSide // nil: plain bytes and the test's own transport
 	stop    chan struct{}
@@ -119,7 +125,7 @@ func newFakeCluster(t testing.TB, o fakeOptions) *fakeCluster {
 	c := &fakeCluster{
 		t: t, layout: o.layout, id: o.id, seed: 0x5eed, transports: []string{"fake", "other"}, shards: uint32(o.shards), immutable: o.immutable, twoSided: o.twoSided,
 		leader: map[uint32]uint64{}, term: map[uint32]uint64{}, index: map[uint32]uint64{}, truth: map[string]fakeValue{},
-		writers: map[uint64]map[uint64]*kvdv1.WriteResponse{},
+		writers: map[uint64]map[uint64]*kvdv1.WriteResponse{}, left: map[uint64]bool{}, listeners: map[*fakeNode][]chan *kvdv1.Topology{},
 	}
 	for i := range o.nodes {
 		c.nodes = append(c.nodes, &fakeNode{c: c, id: uint64(i + 1), boot: uint64(100 * (i + 1)), stop: make(chan struct{})})
@@ -437,10 +443,17 @@ func (n *fakeNode) OpenSession(req *kvdv1.OpenSessionRequest, stream grpc.Server
 	if id := req.GetClusterId(); id != "" && id != n.c.name() {
 		return failWith(codes.FailedPrecondition, &kvdv1.ErrorDetail{Reason: kvdv1.ErrorDetail_REASON_WRONG_CLUSTER})
 	}
+	told := make(chan *kvdv1.Topology, 16)
+	n.c.mu.Lock()
+	if req.GetTopology() && !n.mum {
+		n.c.listeners[n] = append(n.c.listeners[n], told)
+	}
+	version := n.c.version
+	n.c.mu.Unlock()
 	o := &kvdv1.SessionOpened{
 		SessionId: []byte("0123456789abcdef"), ClusterId: n.c.name(), NodeId: n.id, BootId: n.boot, NamespaceId: 1,
 		Immutable: n.c.immutable, OneSided: !n.c.twoSided, Shards: n.c.shards, HashSeed: n.c.seed, LayoutVersion: n.c.layout,
-		MaxKeyBytes: layout.MaxKeySize, MaxValueBytes: 1 << 20, HostId: "host", Transports: n.c.transports, Members: n.members(),
+		MaxKeyBytes: layout.MaxKeySize, MaxValueBytes: 1 << 20, HostId: "host", Transports: n.c.transports, Members: n.members(), MembersVersion: version,
 	}
 	if n.plain {
 		o.Transports = nil
@@ -448,18 +461,18 @@ func (n *fakeNode) OpenSession(req *kvdv1.OpenSessionRequest, stream grpc.Server
 	if err := stream.Send(&kvdv1.SessionEvent{Event: &kvdv1.SessionEvent_Opened{Opened: o}}); err != nil {
 		return err
 	}
-	select {
-	case <-stream.Context().Done():
-	case <-n.stop:
+	for {
+		select {
+		case <-stream.Context().Done():
+			return nil
+		case <-n.stop:
+			return nil
+		case t := <-told:
+			if err := stream.Send(&kvdv1.SessionEvent{Event: &kvdv1.SessionEvent_Topology{Topology: t}}); err != nil {
+				return err
+			}
+		}
 	}
-	return nil
-}
-
-func (n *fakeNode) members() (list []*kvdv1.Member) {
-	for _, m := range n.c.nodes {
-		list = append(list, &kvdv1.Member{NodeId: m.id, Address: m.addr})
-	}
-	return list
 }
 
 func (n *fakeNode) Connect(ctx context.Context, req *kvdv1.ConnectRequest) (*kvdv1.ConnectResponse, error) {
@@ -500,26 +513,13 @@ func (n *fakeNode) Routes(ctx context.Context, req *kvdv1.RoutesRequest) (*kvdv1
 	}
 	n.c.mu.Lock()
 	defer n.c.mu.Unlock()
-	resp := &kvdv1.RoutesResponse{Members: n.members()}
+	n.c.routes++
+	resp := &kvdv1.RoutesResponse{Members: n.membersLocked(), MembersVersion: n.c.version}
 	for s := uint32(1); s <= n.c.shards; s++ {
 		if len(req.GetShards()) > 0 && !slices.Contains(req.GetShards(), s) {
 			continue
 		}
-		rec := n.readRecord(s)
-		r := &kvdv1.Route{
-			Shard: s, LeaderNode: n.c.leader[s], ConfigId: rec.ConfigID, Voters: n.c.voters, VotersOutgoing: n.c.outgoing,
-			Local: &kvdv1.LocalReplica{Slot: s, Record: layout.AppendRecord(nil, rec)},
-		}
-		if n.real != nil {
-			n.real.describe(s, r.Local)
-		}
-		if t := n.tables[s]; t != nil {
-			r.Local.Table = &kvdv1.IndexTable{
-				LayoutGen: rec.LayoutGen, TableId: t.t.ID, Chunk: t.t.Place.Chunk, Offset: t.t.Place.Offset,
-				Buckets: t.t.Buckets, Overflow: t.t.Overflow,
-			}
-		}
-		resp.Routes = append(resp.Routes, r)
+		resp.Routes = append(resp.Routes, n.routeLocked(s))
 	}
 	return resp, nil
 }

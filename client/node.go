@@ -17,9 +17,12 @@ import (
 type node struct {
 	c    *Client
 	id   uint64
-	sess atomic.Pointer[session] // nil: none now
-	mute atomic.Bool             // did not answer the last call in time
-	mu   struct {
+	life context.Context // ends when the node has left the cluster, or with the Client
+	// leave ends it.
+	leave context.CancelFunc
+	sess  atomic.Pointer[session] // nil: none now
+	mute  atomic.Bool             // did not answer the last call in time
+	mu    struct {
 		sync.Mutex
 		addr   string // where it was last reached, or as its peers name it
 		opened uint64 // sessions so far
@@ -53,6 +56,7 @@ func (n *node) remote() (*remote, error) { return n.c.pool.get(n.addr()) }
 // run keeps a session open until life ends. first, when not nil, is one that is
 // open and published already.
 func (n *node) run(life context.Context, first *session) {
+	defer n.firstTried() // also where it has left before
 	pause := n.c.cfg.newPauses(n.id, reopenMin, reopenMax, 0.5)
 	for s := first; life.Err() == nil; s = nil {
 		var err error
@@ -111,7 +115,7 @@ func (n *node) publish(s, before *session) {
 		n.c.reroute(before)
 	} else {
 		n.mute.Store(false)
-		n.c.addMembers(s.stream.opened.GetMembers())
+		n.c.takeMembers(s.stream.opened.GetMembers(), s.stream.opened.GetMembersVersion())
 	}
 	n.c.changed.broadcast()
 }
@@ -172,7 +176,7 @@ func (n *node) await(life context.Context, s *session) (next *session, err error
 			retry = timer.C
 		}
 		select {
-		case err = <-s.stream.events:
+		case err = <-s.stream.ended:
 			err = rpcFailed(s.remote.addr, err)
 		case <-connDone:
 			next, err = n.replace(life, s, s.conn.Err())
@@ -339,7 +343,7 @@ func (c *Client) addNode(id uint64, addr string, first *session) {
 	if first != nil {
 		n.publish(first, nil)
 	}
-	if !c.tasks.spawn(func() { n.run(c.life, first) }) && first != nil {
+	if !c.tasks.spawn(func() { n.run(n.life, first) }) && first != nil {
 		first.close() // the Client is closing
 		first.stream.stop()
 	}
@@ -358,6 +362,7 @@ func (c *Client) newNode(id uint64, addr string) *node {
 		return nil
 	}
 	n := &node{c: c, id: id, tried: make(chan struct{})}
+	n.life, n.leave = context.WithCancel(c.life)
 	n.mu.addr, n.mu.said = addr, map[string]time.Time{}
 	nodes := make(map[uint64]*node, len(old)+1)
 	for k, v := range old {

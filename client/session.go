@@ -11,6 +11,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"google.golang.org/grpc"
+
 	kvdv1 "github.com/kvd-io/kvd/api/kvd/v1"
 	"github.com/kvd-io/kvd/rdma"
 	"github.com/kvd-io/kvd/storage/layout"
@@ -110,8 +112,9 @@ func raise(to *atomic.Uint64, v uint64) {
 // stream is what keeps a node's gRPC session alive: it ends with it.
 type stream struct {
 	opened *kvdv1.SessionOpened
-	events <-chan error // yields why the stream ended
-	stop   func()       // ends it
+	in     grpc.ServerStreamingClient[kvdv1.SessionEvent]
+	ended  chan error // yields why the stream ended, once it is listened to
+	stop   func()     // ends it
 }
 
 // passedOver is a transport that a session does without.
@@ -153,6 +156,7 @@ func (c *Client) openSession(ctx, life context.Context, addr string, want uint64
 		return nil, fmt.Errorf("node at %s: %w", addr, err)
 	}
 	s := c.newSession(r, st)
+	st.listen(s)
 	if err := s.prepare(ctx, len(c.transports)); err != nil {
 		s.close()
 		st.stop()
@@ -189,6 +193,7 @@ func (c *Client) startStream(ctx, life context.Context, r *remote) (*stream, err
 	}
 	in, err := r.access.OpenSession(streamCtx, &kvdv1.OpenSessionRequest{
 		ClusterId: c.cfg.ClusterID, Namespace: c.cfg.Namespace, LayoutVersion: layout.Version, ClientName: c.cfg.ClientName,
+		Topology: true,
 	})
 	if err != nil {
 		return fail(err)
@@ -206,20 +211,11 @@ func (c *Client) startStream(ctx, life context.Context, r *remote) (*stream, err
 	if !unbind() { // ctx ended just now and took the stream with it
 		return fail(ctx.Err())
 	}
-	events := make(chan error, 1)
-	c.tasks.spawn(func() {
-		for {
-			e, err := in.Recv()
-			if closing := e.GetClosing(); err == nil && closing != nil {
-				err = fmt.Errorf("%w: node closes the session: %s", ErrUnavailable, closing.GetReason())
-			}
-			if err != nil {
-				events <- err
-				return
-			}
-		}
-	})
-	return &stream{opened: opened, events: events, stop: stop}, nil
+	return &stream{opened: opened, in: in, ended: make(chan error, 1), stop: stop}, nil
+}
+
+func closes(e *kvdv1.SessionClosing) error {
+	return fmt.Errorf("%w: node closes the session: %s", ErrUnavailable, e.GetReason())
 }
 
 // prepare connects by one of the first limit transports and fetches what reading needs.
@@ -399,23 +395,34 @@ func (s *session) fetchRoutes(ctx context.Context, shards []uint32) error {
 		n.mute.Store(false)
 	}
 	for _, r := range resp.GetRoutes() {
-		if r.GetShard() == 0 || int(r.GetShard()) >= len(s.replicas) {
-			continue
-		}
-		info := decodeRoute(r)
-		p := &s.replicas[r.GetShard()]
-		if info.local && !s.identifies(&info.record, r.GetShard()) {
-			continue // retired, or not published yet
-		}
-		p.info.Store(info)
-		if info.local {
-			p.saw(&info.record, began)
-		}
+		s.takeRoute(r, began)
 	}
 	if s.published.Load() {
-		s.c.addMembers(resp.GetMembers())
+		s.c.takeMembers(resp.GetMembers(), resp.GetMembersVersion())
 	}
 	return nil
+}
+
+// takeRoute takes in what the node says of a shard: in answer to a question that was asked
+// at began (Unix ns), or, with 0, by itself. false: it is of no use, or behind what is known.
+func (s *session) takeRoute(r *kvdv1.Route, began int64) bool {
+	if r.GetShard() == 0 || int(r.GetShard()) >= len(s.replicas) {
+		return false
+	}
+	info := decodeRoute(r)
+	p := &s.replicas[r.GetShard()]
+	if info.local && !s.identifies(&info.record, r.GetShard()) {
+		return false // retired, or not published yet
+	}
+	// Answers and what is told come by different ways, and may overtake each other.
+	if have := p.info.Load(); began == 0 && have != nil && have.local && info.local && info.record.Applied < have.record.Applied {
+		return false
+	}
+	p.info.Store(info)
+	if info.local {
+		p.saw(&info.record, began)
+	}
+	return true
 }
 
 // identifies tells whether rec is the record of this node's replica of the shard

@@ -32,6 +32,8 @@ type Stats struct {
 	WriteRetries    uint64 // writes sent again
 	UnknownOutcomes uint64 // ErrOutcomeUnknown returned
 
+	Topologies uint64 // times that a node told of leaders, replicas or members that changed
+
 	Peers []PeerStats
 }
 
@@ -102,6 +104,7 @@ func (s Stats) Sub(earlier Stats) Stats {
 	d.Writes -= earlier.Writes
 	d.WriteRetries -= earlier.WriteRetries
 	d.UnknownOutcomes -= earlier.UnknownOutcomes
+	d.Topologies -= earlier.Topologies
 	d.TransportFallbacks = nil
 	for _, f := range s.TransportFallbacks {
 		for _, o := range earlier.TransportFallbacks {

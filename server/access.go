@@ -269,23 +269,21 @@ func (n *Node) OpenSession(req *kvdv1.OpenSessionRequest, stream kvdv1.Access_Op
 	if n.doubted.Load() { // looked at now that beginDoubt finds the session
 		return failDetail(&kvdv1.ErrorDetail{Reason: kvdv1.ErrorDetail_REASON_NOT_READY, RetryAfterMs: 500}, "another process speaks as node %d: one of the two is a copy, and its memory must not be read", n.id())
 	}
+	_, _, told, _ := n.topology.since(0) // what comes behind it is told on the stream
+	members, version := n.members()
 	opened := &kvdv1.SessionOpened{
 		SessionId: []byte(s.id), ClusterId: id.manifest.GetClusterId(), NodeId: n.id(), BootId: n.bootID,
 		NamespaceId: ns.GetId(), Immutable: ns.GetImmutable(), OneSided: ns.GetOneSided() && s.reads,
 		Shards: id.manifest.GetShards(), HashSeed: id.manifest.GetHashSeed(), LayoutVersion: layout.Version,
 		MaxKeyBytes: layout.MaxKeySize, MaxValueBytes: uint32(n.cfg.MaxValueBytes),
-		HostId: n.cfg.HostID, Transports: n.transportsFor(s), Members: n.members(),
+		HostId: n.cfg.HostID, Transports: n.transportsFor(s), Members: members, MembersVersion: version,
 	}
 	if err := stream.Send(&kvdv1.SessionEvent{Event: &kvdv1.SessionEvent_Opened{Opened: opened}}); err != nil {
 		return err
 	}
-	why := "the node is shutting down"
-	select {
-	case <-stream.Context().Done(): // the client's end, or that of its token
+	why := n.serveSession(s, req.GetTopology(), told, stream)
+	if why == "" {
 		return nil
-	case <-s.evicted:
-		why = s.why
-	case <-n.stopping:
 	}
 	// Best effort: the client learns it from the end of the stream as well.
 	_ = stream.Send(&kvdv1.SessionEvent{Event: &kvdv1.SessionEvent_Closing{Closing: &kvdv1.SessionClosing{Reason: why}}})
@@ -391,7 +389,8 @@ func (n *Node) Routes(ctx context.Context, req *kvdv1.RoutesRequest) (*kvdv1.Rou
 	if err != nil {
 		return nil, err
 	}
-	r := &kvdv1.RoutesResponse{Members: n.members()}
+	members, version := n.members()
+	r := &kvdv1.RoutesResponse{Members: members, MembersVersion: version}
 	shards := req.GetShards()
 	if len(shards) > maxRoutesAsked {
 		return nil, fail(kvdv1.ErrorDetail_REASON_INVALID_ARGUMENT, "routes of %d shards in one call: want at most %d, or none for all", len(shards), maxRoutesAsked)
@@ -437,9 +436,10 @@ func (n *Node) route(number, namespace uint32) *kvdv1.Route {
 	return r
 }
 
-func (n *Node) members() []*kvdv1.Member {
-	var ms []*kvdv1.Member
-	for _, m := range n.directory().nodes {
+// members of the cluster as of an index of group 0; 0: as the manifest says.
+func (n *Node) members() (ms []*kvdv1.Member, version uint64) {
+	known := n.directory()
+	for _, m := range known.nodes {
 		if m.GetState() == kvdv1.NodeState_NODE_STATE_GONE {
 			continue
 		}
@@ -449,5 +449,5 @@ func (n *Node) members() []*kvdv1.Member {
 		}
 		ms = append(ms, &kvdv1.Member{NodeId: m.GetNodeId(), Address: addr})
 	}
-	return ms
+	return ms, known.index
 }

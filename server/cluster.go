@@ -24,7 +24,7 @@ func (n *Node) Status(ctx context.Context, _ *kvdv1.StatusRequest) (*kvdv1.Statu
 		r.ClusterId = id.manifest.GetClusterId()
 	}
 	if n.ready.Load() {
-		r.Members = n.members()
+		r.Members, _ = n.members()
 	}
 	if !callerOf(ctx).operator() {
 		return r, nil

@@ -57,6 +57,7 @@ func (n *Node) learn(index uint64, nodes []*kvdv1.NodeRecord) {
 			break
 		}
 	}
+	n.topology.stir()
 	if n.dir != nil {
 		if err := errors.Join(n.raiseFormat(), n.dir.saveDirectory(next)); err != nil {
 			n.log.Warn("what is known of the other nodes could not be noted", "err", err)

@@ -84,7 +84,8 @@ func TestClusterGrows(t *testing.T) {
 	_, err = cluster.CreateNamespace(testContext(t), &kvdv1.CreateNamespaceRequest{Name: "late"})
 	require.NoError(t, err)
 	for _, n := range c.nodes {
-		require.Len(t, n.members(), 4)
+		members, _ := n.members()
+		require.Len(t, members, 4)
 		require.NoError(t, n.awaitNamespace(testContext(t), "late"))
 	}
 	g, err := c.get("key")

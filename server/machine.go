@@ -28,6 +28,9 @@ type machine struct {
 	// record is the group's control record; nil for group 0, which nobody reads
 	// one-sidedly.
 	record *arena.Record
+	// onTopology is told that who leads, or the configuration, is about to change; nil:
+	// nobody wants to know. It must not block.
+	onTopology func()
 
 	// applyMu serializes everything that changes the state: applying, installing a
 	// snapshot, taking a value back into memory.
@@ -111,12 +114,20 @@ func (m *machine) SetServing(term uint64) {
 	if m.record != nil {
 		m.record.SetServedTerm(term)
 	}
+	m.stir()
 }
 
 // BeginConfig implements raft.StateMachine.
 func (m *machine) BeginConfig(index uint64) {
 	if m.record != nil {
 		m.record.SetConfigID(index)
+	}
+	m.stir()
+}
+
+func (m *machine) stir() {
+	if m.onTopology != nil {
+		m.onTopology()
 	}
 }
 

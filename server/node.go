@@ -67,6 +67,7 @@ type Node struct {
 	tokens     *tokens
 	disk       *diskWatch
 	leaders    *leaderNews
+	topology   *topology
 	metrics    *metrics
 	pace       *pace     // of snapshots that are sent
 	flushed    time.Time // upkeep's: the last flush for the log's sake
@@ -122,7 +123,7 @@ func newNode(cfg Config, bootID uint64) *Node {
 		cfg: cfg, log: cfg.Logger, bootID: bootID, started: cfg.Clock.Now(),
 		activated: make(chan struct{}, 1), calls: newGate(), writes: newGate(), load: newLoad(defaultLoadLimits), stopping: make(chan struct{}), deaf: make(chan struct{}), fatal: make(chan error, 1),
 		stewardWake: make(chan struct{}, 1), moverWake: make(chan struct{}, 1),
-		sessions: newSessions(), metrics: newMetrics(), leaders: newLeaderNews(),
+		sessions: newSessions(), metrics: newMetrics(), leaders: newLeaderNews(), topology: newTopology(),
 		disk: newDiskWatch(cfg.FS, cfg.DataDir, cfg.MinFreeDisk),
 	}
 	n.bgCtx, n.bgCancel = context.WithCancel(context.Background())
@@ -214,6 +215,7 @@ func (n *Node) start(ctx context.Context) (err error) {
 	n.background(n.watchHolders)
 	n.background(n.expiry)
 	n.background(n.tellLeaders)
+	n.background(n.watchTopology)
 	n.background(n.steward)
 	n.background(n.mover)
 	n.background(n.keep)
@@ -399,6 +401,7 @@ func (n *Node) openGroups() (err error) {
 			OnLeaderChange: func(g raft.GroupID, leader raft.NodeID, term uint64) {
 				n.metrics.elections.Inc()
 				n.leaders.changed()
+				n.topology.stir()
 			},
 			OnFatal: func(g raft.GroupID, err error) { n.fail(fmt.Errorf("group %d: %w", g, err)) },
 		},
@@ -592,7 +595,7 @@ func (n *Node) openShard(number uint32) error {
 	}
 	m := n.identity.Load().manifest
 	sh := newShard(number, keyPlace{m.GetHashSeed(), m.GetShards()}, n.engine.Group(uint64(number)), n.arena, rec, defaultWriterLimits)
-	sh.made = n.cfg.Clock.Now()
+	sh.made, sh.onTopology = n.cfg.Clock.Now(), n.topology.stir
 	if sh.g, err = n.host.AddGroup(raft.GroupConfig{ID: raft.GroupID(number), StateMachine: sh.machine}); err != nil {
 		rec.Retire()
 		return fmt.Errorf("server: open group %d: %w", number, err)

@@ -144,6 +144,7 @@ func (n *Node) publishShard(number uint32, sh *shard) {
 		next[number] = sh
 	}
 	n.shards.Store(&next)
+	n.topology.stir()
 }
 
 // note writes down that a replica is in a state; "": that it is not here.

@@ -23,6 +23,7 @@ var (
 	writes        = desc("writes_total", "Writes acknowledged.")
 	writeRetries  = desc("write_retries_total", "Writes sent again.")
 	unknown       = desc("unknown_outcomes_total", "Writes of which it could not be learnt whether they were applied.")
+	topologies    = desc("topologies_total", "Times that a node told of leaders, replicas or members that changed.")
 	peer          = desc("peer_transport", "How a node is read: 1 for its transport.", "node", "address", "transport")
 	connected     = desc("peer_connected", "1 while there is a session with the node.", "node")
 	sessions      = desc("peer_sessions_total", "Sessions opened with the node.", "node")
@@ -30,7 +31,7 @@ var (
 
 	all = []*prometheus.Desc{
 		gets, reads, queries, confirmations, confirmed, retries, fallbacks, pathFallbacks, hedges, cacheHits, cacheMisses,
-		writes, writeRetries, unknown, peer, connected, sessions, connections,
+		writes, writeRetries, unknown, topologies, peer, connected, sessions, connections,
 	}
 )
 
@@ -77,7 +78,7 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 	for d, n := range map[*prometheus.Desc]uint64{
 		queries: s.Queries, confirmations: s.Confirmations, confirmed: s.Confirmed, hedges: s.Hedges,
 		cacheHits: s.CacheHits, cacheMisses: s.CacheMisses,
-		writes: s.Writes, writeRetries: s.WriteRetries, unknown: s.UnknownOutcomes,
+		writes: s.Writes, writeRetries: s.WriteRetries, unknown: s.UnknownOutcomes, topologies: s.Topologies,
 	} {
 		count(d, n)
 	}

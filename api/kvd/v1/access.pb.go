@@ -27,6 +27,7 @@ type OpenSessionRequest struct {
 	Namespace     string                 `protobuf:"bytes,2,opt,name=namespace,proto3" json:"namespace,omitempty"`                  // empty: "default"
 	LayoutVersion uint32                 `protobuf:"varint,3,opt,name=layout_version,json=layoutVersion,proto3" json:"layout_version,omitempty"`
 	ClientName    string                 `protobuf:"bytes,4,opt,name=client_name,json=clientName,proto3" json:"client_name,omitempty"` // for logs: program, host, pid
+	Topology      bool                   `protobuf:"varint,5,opt,name=topology,proto3" json:"topology,omitempty"`                      // send Topology on the stream, whenever it changes
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -89,12 +90,20 @@ func (x *OpenSessionRequest) GetClientName() string {
 	return ""
 }
 
+func (x *OpenSessionRequest) GetTopology() bool {
+	if x != nil {
+		return x.Topology
+	}
+	return false
+}
+
 type SessionEvent struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Types that are valid to be assigned to Event:
 	//
 	//	*SessionEvent_Opened
 	//	*SessionEvent_Closing
+	//	*SessionEvent_Topology
 	Event         isSessionEvent_Event `protobuf_oneof:"event"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -155,6 +164,15 @@ func (x *SessionEvent) GetClosing() *SessionClosing {
 	return nil
 }
 
+func (x *SessionEvent) GetTopology() *Topology {
+	if x != nil {
+		if x, ok := x.Event.(*SessionEvent_Topology); ok {
+			return x.Topology
+		}
+	}
+	return nil
+}
+
 type isSessionEvent_Event interface {
 	isSessionEvent_Event()
 }
@@ -167,29 +185,36 @@ type SessionEvent_Closing struct {
 	Closing *SessionClosing `protobuf:"bytes,2,opt,name=closing,proto3,oneof"`
 }
 
+type SessionEvent_Topology struct {
+	Topology *Topology `protobuf:"bytes,3,opt,name=topology,proto3,oneof"` // only to who asked for it
+}
+
 func (*SessionEvent_Opened) isSessionEvent_Event() {}
 
 func (*SessionEvent_Closing) isSessionEvent_Event() {}
 
+func (*SessionEvent_Topology) isSessionEvent_Event() {}
+
 type SessionOpened struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	SessionId     []byte                 `protobuf:"bytes,1,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"` // 16 random bytes: a secret
-	ClusterId     string                 `protobuf:"bytes,2,opt,name=cluster_id,json=clusterId,proto3" json:"cluster_id,omitempty"`
-	NodeId        uint64                 `protobuf:"varint,3,opt,name=node_id,json=nodeId,proto3" json:"node_id,omitempty"`
-	BootId        uint64                 `protobuf:"varint,4,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`
-	NamespaceId   uint32                 `protobuf:"varint,5,opt,name=namespace_id,json=namespaceId,proto3" json:"namespace_id,omitempty"`
-	Immutable     bool                   `protobuf:"varint,6,opt,name=immutable,proto3" json:"immutable,omitempty"`
-	OneSided      bool                   `protobuf:"varint,7,opt,name=one_sided,json=oneSided,proto3" json:"one_sided,omitempty"` // false: this namespace is kept out of READs
-	Shards        uint32                 `protobuf:"varint,8,opt,name=shards,proto3" json:"shards,omitempty"`                     // data shards are 1..shards; group 0 is the cluster's own
-	HashSeed      uint64                 `protobuf:"varint,9,opt,name=hash_seed,json=hashSeed,proto3" json:"hash_seed,omitempty"`
-	LayoutVersion uint32                 `protobuf:"varint,10,opt,name=layout_version,json=layoutVersion,proto3" json:"layout_version,omitempty"`
-	MaxKeyBytes   uint32                 `protobuf:"varint,11,opt,name=max_key_bytes,json=maxKeyBytes,proto3" json:"max_key_bytes,omitempty"`
-	MaxValueBytes uint32                 `protobuf:"varint,12,opt,name=max_value_bytes,json=maxValueBytes,proto3" json:"max_value_bytes,omitempty"`
-	HostId        string                 `protobuf:"bytes,13,opt,name=host_id,json=hostId,proto3" json:"host_id,omitempty"` // same value: same kernel, so shared memory works
-	Transports    []string               `protobuf:"bytes,14,rep,name=transports,proto3" json:"transports,omitempty"`       // served here, in the node's order of preference
-	Members       []*Member              `protobuf:"bytes,15,rep,name=members,proto3" json:"members,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state          protoimpl.MessageState `protogen:"open.v1"`
+	SessionId      []byte                 `protobuf:"bytes,1,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"` // 16 random bytes: a secret
+	ClusterId      string                 `protobuf:"bytes,2,opt,name=cluster_id,json=clusterId,proto3" json:"cluster_id,omitempty"`
+	NodeId         uint64                 `protobuf:"varint,3,opt,name=node_id,json=nodeId,proto3" json:"node_id,omitempty"`
+	BootId         uint64                 `protobuf:"varint,4,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`
+	NamespaceId    uint32                 `protobuf:"varint,5,opt,name=namespace_id,json=namespaceId,proto3" json:"namespace_id,omitempty"`
+	Immutable      bool                   `protobuf:"varint,6,opt,name=immutable,proto3" json:"immutable,omitempty"`
+	OneSided       bool                   `protobuf:"varint,7,opt,name=one_sided,json=oneSided,proto3" json:"one_sided,omitempty"` // false: this namespace is kept out of READs
+	Shards         uint32                 `protobuf:"varint,8,opt,name=shards,proto3" json:"shards,omitempty"`                     // data shards are 1..shards; group 0 is the cluster's own
+	HashSeed       uint64                 `protobuf:"varint,9,opt,name=hash_seed,json=hashSeed,proto3" json:"hash_seed,omitempty"`
+	LayoutVersion  uint32                 `protobuf:"varint,10,opt,name=layout_version,json=layoutVersion,proto3" json:"layout_version,omitempty"`
+	MaxKeyBytes    uint32                 `protobuf:"varint,11,opt,name=max_key_bytes,json=maxKeyBytes,proto3" json:"max_key_bytes,omitempty"`
+	MaxValueBytes  uint32                 `protobuf:"varint,12,opt,name=max_value_bytes,json=maxValueBytes,proto3" json:"max_value_bytes,omitempty"`
+	HostId         string                 `protobuf:"bytes,13,opt,name=host_id,json=hostId,proto3" json:"host_id,omitempty"` // same value: same kernel, so shared memory works
+	Transports     []string               `protobuf:"bytes,14,rep,name=transports,proto3" json:"transports,omitempty"`       // served here, in the node's order of preference
+	Members        []*Member              `protobuf:"bytes,15,rep,name=members,proto3" json:"members,omitempty"`
+	MembersVersion uint64                 `protobuf:"varint,16,opt,name=members_version,json=membersVersion,proto3" json:"members_version,omitempty"` // as in Topology
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *SessionOpened) Reset() {
@@ -327,6 +352,78 @@ func (x *SessionOpened) GetMembers() []*Member {
 	return nil
 }
 
+func (x *SessionOpened) GetMembersVersion() uint64 {
+	if x != nil {
+		return x.MembersVersion
+	}
+	return 0
+}
+
+// Topology is what has changed since the session was opened, or since the last one. A
+// client that is slow gets fewer of them, and always what is newest.
+type Topology struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// All members, if members_version is not 0. Of two lists, from any nodes, that with the
+	// larger version is the newer: it is the index of the cluster's own group.
+	Members        []*Member `protobuf:"bytes,1,rep,name=members,proto3" json:"members,omitempty"`
+	MembersVersion uint64    `protobuf:"varint,2,opt,name=members_version,json=membersVersion,proto3" json:"members_version,omitempty"`
+	// What the node that sends it now says of these shards.
+	Routes        []*Route `protobuf:"bytes,3,rep,name=routes,proto3" json:"routes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Topology) Reset() {
+	*x = Topology{}
+	mi := &file_kvd_v1_access_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Topology) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Topology) ProtoMessage() {}
+
+func (x *Topology) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_access_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Topology.ProtoReflect.Descriptor instead.
+func (*Topology) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_access_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *Topology) GetMembers() []*Member {
+	if x != nil {
+		return x.Members
+	}
+	return nil
+}
+
+func (x *Topology) GetMembersVersion() uint64 {
+	if x != nil {
+		return x.MembersVersion
+	}
+	return 0
+}
+
+func (x *Topology) GetRoutes() []*Route {
+	if x != nil {
+		return x.Routes
+	}
+	return nil
+}
+
 type Member struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	NodeId        uint64                 `protobuf:"varint,1,opt,name=node_id,json=nodeId,proto3" json:"node_id,omitempty"`
@@ -337,7 +434,7 @@ type Member struct {
 
 func (x *Member) Reset() {
 	*x = Member{}
-	mi := &file_kvd_v1_access_proto_msgTypes[3]
+	mi := &file_kvd_v1_access_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -349,7 +446,7 @@ func (x *Member) String() string {
 func (*Member) ProtoMessage() {}
 
 func (x *Member) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_access_proto_msgTypes[3]
+	mi := &file_kvd_v1_access_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -362,7 +459,7 @@ func (x *Member) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Member.ProtoReflect.Descriptor instead.
 func (*Member) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_access_proto_rawDescGZIP(), []int{3}
+	return file_kvd_v1_access_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Member) GetNodeId() uint64 {
@@ -388,7 +485,7 @@ type SessionClosing struct {
 
 func (x *SessionClosing) Reset() {
 	*x = SessionClosing{}
-	mi := &file_kvd_v1_access_proto_msgTypes[4]
+	mi := &file_kvd_v1_access_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -400,7 +497,7 @@ func (x *SessionClosing) String() string {
 func (*SessionClosing) ProtoMessage() {}
 
 func (x *SessionClosing) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_access_proto_msgTypes[4]
+	mi := &file_kvd_v1_access_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -413,7 +510,7 @@ func (x *SessionClosing) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionClosing.ProtoReflect.Descriptor instead.
 func (*SessionClosing) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_access_proto_rawDescGZIP(), []int{4}
+	return file_kvd_v1_access_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *SessionClosing) GetReason() string {
@@ -434,7 +531,7 @@ type ConnectRequest struct {
 
 func (x *ConnectRequest) Reset() {
 	*x = ConnectRequest{}
-	mi := &file_kvd_v1_access_proto_msgTypes[5]
+	mi := &file_kvd_v1_access_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -446,7 +543,7 @@ func (x *ConnectRequest) String() string {
 func (*ConnectRequest) ProtoMessage() {}
 
 func (x *ConnectRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_access_proto_msgTypes[5]
+	mi := &file_kvd_v1_access_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -459,7 +556,7 @@ func (x *ConnectRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConnectRequest.ProtoReflect.Descriptor instead.
 func (*ConnectRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_access_proto_rawDescGZIP(), []int{5}
+	return file_kvd_v1_access_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ConnectRequest) GetSessionId() []byte {
@@ -492,7 +589,7 @@ type ConnectResponse struct {
 
 func (x *ConnectResponse) Reset() {
 	*x = ConnectResponse{}
-	mi := &file_kvd_v1_access_proto_msgTypes[6]
+	mi := &file_kvd_v1_access_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -504,7 +601,7 @@ func (x *ConnectResponse) String() string {
 func (*ConnectResponse) ProtoMessage() {}
 
 func (x *ConnectResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_access_proto_msgTypes[6]
+	mi := &file_kvd_v1_access_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -517,7 +614,7 @@ func (x *ConnectResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConnectResponse.ProtoReflect.Descriptor instead.
 func (*ConnectResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_access_proto_rawDescGZIP(), []int{6}
+	return file_kvd_v1_access_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *ConnectResponse) GetAnswer() []byte {
@@ -538,7 +635,7 @@ type RegionsRequest struct {
 
 func (x *RegionsRequest) Reset() {
 	*x = RegionsRequest{}
-	mi := &file_kvd_v1_access_proto_msgTypes[7]
+	mi := &file_kvd_v1_access_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -550,7 +647,7 @@ func (x *RegionsRequest) String() string {
 func (*RegionsRequest) ProtoMessage() {}
 
 func (x *RegionsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_access_proto_msgTypes[7]
+	mi := &file_kvd_v1_access_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -563,7 +660,7 @@ func (x *RegionsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RegionsRequest.ProtoReflect.Descriptor instead.
 func (*RegionsRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_access_proto_rawDescGZIP(), []int{7}
+	return file_kvd_v1_access_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *RegionsRequest) GetSessionId() []byte {
@@ -596,7 +693,7 @@ type RegionsResponse struct {
 
 func (x *RegionsResponse) Reset() {
 	*x = RegionsResponse{}
-	mi := &file_kvd_v1_access_proto_msgTypes[8]
+	mi := &file_kvd_v1_access_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -608,7 +705,7 @@ func (x *RegionsResponse) String() string {
 func (*RegionsResponse) ProtoMessage() {}
 
 func (x *RegionsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_access_proto_msgTypes[8]
+	mi := &file_kvd_v1_access_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -621,7 +718,7 @@ func (x *RegionsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RegionsResponse.ProtoReflect.Descriptor instead.
 func (*RegionsResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_access_proto_rawDescGZIP(), []int{8}
+	return file_kvd_v1_access_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *RegionsResponse) GetRegions() []*Region {
@@ -642,7 +739,7 @@ type Region struct {
 
 func (x *Region) Reset() {
 	*x = Region{}
-	mi := &file_kvd_v1_access_proto_msgTypes[9]
+	mi := &file_kvd_v1_access_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -654,7 +751,7 @@ func (x *Region) String() string {
 func (*Region) ProtoMessage() {}
 
 func (x *Region) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_access_proto_msgTypes[9]
+	mi := &file_kvd_v1_access_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -667,7 +764,7 @@ func (x *Region) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Region.ProtoReflect.Descriptor instead.
 func (*Region) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_access_proto_rawDescGZIP(), []int{9}
+	return file_kvd_v1_access_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Region) GetId() uint32 {
@@ -701,7 +798,7 @@ type RoutesRequest struct {
 
 func (x *RoutesRequest) Reset() {
 	*x = RoutesRequest{}
-	mi := &file_kvd_v1_access_proto_msgTypes[10]
+	mi := &file_kvd_v1_access_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -713,7 +810,7 @@ func (x *RoutesRequest) String() string {
 func (*RoutesRequest) ProtoMessage() {}
 
 func (x *RoutesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_access_proto_msgTypes[10]
+	mi := &file_kvd_v1_access_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -726,7 +823,7 @@ func (x *RoutesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RoutesRequest.ProtoReflect.Descriptor instead.
 func (*RoutesRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_access_proto_rawDescGZIP(), []int{10}
+	return file_kvd_v1_access_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *RoutesRequest) GetSessionId() []byte {
@@ -744,16 +841,17 @@ func (x *RoutesRequest) GetShards() []uint32 {
 }
 
 type RoutesResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Routes        []*Route               `protobuf:"bytes,1,rep,name=routes,proto3" json:"routes,omitempty"`
-	Members       []*Member              `protobuf:"bytes,2,rep,name=members,proto3" json:"members,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state          protoimpl.MessageState `protogen:"open.v1"`
+	Routes         []*Route               `protobuf:"bytes,1,rep,name=routes,proto3" json:"routes,omitempty"`
+	Members        []*Member              `protobuf:"bytes,2,rep,name=members,proto3" json:"members,omitempty"`
+	MembersVersion uint64                 `protobuf:"varint,3,opt,name=members_version,json=membersVersion,proto3" json:"members_version,omitempty"` // as in Topology; 0: not known
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *RoutesResponse) Reset() {
 	*x = RoutesResponse{}
-	mi := &file_kvd_v1_access_proto_msgTypes[11]
+	mi := &file_kvd_v1_access_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -765,7 +863,7 @@ func (x *RoutesResponse) String() string {
 func (*RoutesResponse) ProtoMessage() {}
 
 func (x *RoutesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_access_proto_msgTypes[11]
+	mi := &file_kvd_v1_access_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -778,7 +876,7 @@ func (x *RoutesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RoutesResponse.ProtoReflect.Descriptor instead.
 func (*RoutesResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_access_proto_rawDescGZIP(), []int{11}
+	return file_kvd_v1_access_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *RoutesResponse) GetRoutes() []*Route {
@@ -793,6 +891,13 @@ func (x *RoutesResponse) GetMembers() []*Member {
 		return x.Members
 	}
 	return nil
+}
+
+func (x *RoutesResponse) GetMembersVersion() uint64 {
+	if x != nil {
+		return x.MembersVersion
+	}
+	return 0
 }
 
 // Route is what one node says of one shard.
@@ -812,7 +917,7 @@ type Route struct {
 
 func (x *Route) Reset() {
 	*x = Route{}
-	mi := &file_kvd_v1_access_proto_msgTypes[12]
+	mi := &file_kvd_v1_access_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -824,7 +929,7 @@ func (x *Route) String() string {
 func (*Route) ProtoMessage() {}
 
 func (x *Route) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_access_proto_msgTypes[12]
+	mi := &file_kvd_v1_access_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -837,7 +942,7 @@ func (x *Route) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Route.ProtoReflect.Descriptor instead.
 func (*Route) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_access_proto_rawDescGZIP(), []int{12}
+	return file_kvd_v1_access_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Route) GetShard() uint32 {
@@ -900,7 +1005,7 @@ type LocalReplica struct {
 
 func (x *LocalReplica) Reset() {
 	*x = LocalReplica{}
-	mi := &file_kvd_v1_access_proto_msgTypes[13]
+	mi := &file_kvd_v1_access_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -912,7 +1017,7 @@ func (x *LocalReplica) String() string {
 func (*LocalReplica) ProtoMessage() {}
 
 func (x *LocalReplica) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_access_proto_msgTypes[13]
+	mi := &file_kvd_v1_access_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -925,7 +1030,7 @@ func (x *LocalReplica) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LocalReplica.ProtoReflect.Descriptor instead.
 func (*LocalReplica) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_access_proto_rawDescGZIP(), []int{13}
+	return file_kvd_v1_access_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *LocalReplica) GetSlot() uint32 {
@@ -964,7 +1069,7 @@ type IndexTable struct {
 
 func (x *IndexTable) Reset() {
 	*x = IndexTable{}
-	mi := &file_kvd_v1_access_proto_msgTypes[14]
+	mi := &file_kvd_v1_access_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -976,7 +1081,7 @@ func (x *IndexTable) String() string {
 func (*IndexTable) ProtoMessage() {}
 
 func (x *IndexTable) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_access_proto_msgTypes[14]
+	mi := &file_kvd_v1_access_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -989,7 +1094,7 @@ func (x *IndexTable) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IndexTable.ProtoReflect.Descriptor instead.
 func (*IndexTable) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_access_proto_rawDescGZIP(), []int{14}
+	return file_kvd_v1_access_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *IndexTable) GetLayoutGen() uint64 {
@@ -1053,7 +1158,7 @@ type NamespaceInfo struct {
 
 func (x *NamespaceInfo) Reset() {
 	*x = NamespaceInfo{}
-	mi := &file_kvd_v1_access_proto_msgTypes[15]
+	mi := &file_kvd_v1_access_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1065,7 +1170,7 @@ func (x *NamespaceInfo) String() string {
 func (*NamespaceInfo) ProtoMessage() {}
 
 func (x *NamespaceInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_access_proto_msgTypes[15]
+	mi := &file_kvd_v1_access_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1078,7 +1183,7 @@ func (x *NamespaceInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NamespaceInfo.ProtoReflect.Descriptor instead.
 func (*NamespaceInfo) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_access_proto_rawDescGZIP(), []int{15}
+	return file_kvd_v1_access_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *NamespaceInfo) GetId() uint32 {
@@ -1148,18 +1253,20 @@ var File_kvd_v1_access_proto protoreflect.FileDescriptor
 
 const file_kvd_v1_access_proto_rawDesc = "" +
 	"\n" +
-	"\x13kvd/v1/access.proto\x12\x06kvd.v1\x1a\x0fkvd/v1/kv.proto\"\x99\x01\n" +
+	"\x13kvd/v1/access.proto\x12\x06kvd.v1\x1a\x0fkvd/v1/kv.proto\"\xb5\x01\n" +
 	"\x12OpenSessionRequest\x12\x1d\n" +
 	"\n" +
 	"cluster_id\x18\x01 \x01(\tR\tclusterId\x12\x1c\n" +
 	"\tnamespace\x18\x02 \x01(\tR\tnamespace\x12%\n" +
 	"\x0elayout_version\x18\x03 \x01(\rR\rlayoutVersion\x12\x1f\n" +
 	"\vclient_name\x18\x04 \x01(\tR\n" +
-	"clientName\"|\n" +
+	"clientName\x12\x1a\n" +
+	"\btopology\x18\x05 \x01(\bR\btopology\"\xac\x01\n" +
 	"\fSessionEvent\x12/\n" +
 	"\x06opened\x18\x01 \x01(\v2\x15.kvd.v1.SessionOpenedH\x00R\x06opened\x122\n" +
-	"\aclosing\x18\x02 \x01(\v2\x16.kvd.v1.SessionClosingH\x00R\aclosingB\a\n" +
-	"\x05event\"\xe8\x03\n" +
+	"\aclosing\x18\x02 \x01(\v2\x16.kvd.v1.SessionClosingH\x00R\aclosing\x12.\n" +
+	"\btopology\x18\x03 \x01(\v2\x10.kvd.v1.TopologyH\x00R\btopologyB\a\n" +
+	"\x05event\"\x91\x04\n" +
 	"\rSessionOpened\x12\x1d\n" +
 	"\n" +
 	"session_id\x18\x01 \x01(\fR\tsessionId\x12\x1d\n" +
@@ -1180,7 +1287,12 @@ const file_kvd_v1_access_proto_rawDesc = "" +
 	"\n" +
 	"transports\x18\x0e \x03(\tR\n" +
 	"transports\x12(\n" +
-	"\amembers\x18\x0f \x03(\v2\x0e.kvd.v1.MemberR\amembers\";\n" +
+	"\amembers\x18\x0f \x03(\v2\x0e.kvd.v1.MemberR\amembers\x12'\n" +
+	"\x0fmembers_version\x18\x10 \x01(\x04R\x0emembersVersion\"\x84\x01\n" +
+	"\bTopology\x12(\n" +
+	"\amembers\x18\x01 \x03(\v2\x0e.kvd.v1.MemberR\amembers\x12'\n" +
+	"\x0fmembers_version\x18\x02 \x01(\x04R\x0emembersVersion\x12%\n" +
+	"\x06routes\x18\x03 \x03(\v2\r.kvd.v1.RouteR\x06routes\";\n" +
 	"\x06Member\x12\x17\n" +
 	"\anode_id\x18\x01 \x01(\x04R\x06nodeId\x12\x18\n" +
 	"\aaddress\x18\x02 \x01(\tR\aaddress\"(\n" +
@@ -1207,10 +1319,11 @@ const file_kvd_v1_access_proto_rawDesc = "" +
 	"\rRoutesRequest\x12\x1d\n" +
 	"\n" +
 	"session_id\x18\x01 \x01(\fR\tsessionId\x12\x16\n" +
-	"\x06shards\x18\x02 \x03(\rR\x06shards\"a\n" +
+	"\x06shards\x18\x02 \x03(\rR\x06shards\"\x8a\x01\n" +
 	"\x0eRoutesResponse\x12%\n" +
 	"\x06routes\x18\x01 \x03(\v2\r.kvd.v1.RouteR\x06routes\x12(\n" +
-	"\amembers\x18\x02 \x03(\v2\x0e.kvd.v1.MemberR\amembers\"\xe4\x01\n" +
+	"\amembers\x18\x02 \x03(\v2\x0e.kvd.v1.MemberR\amembers\x12'\n" +
+	"\x0fmembers_version\x18\x03 \x01(\x04R\x0emembersVersion\"\xe4\x01\n" +
 	"\x05Route\x12\x14\n" +
 	"\x05shard\x18\x01 \x01(\rR\x05shard\x12\x1f\n" +
 	"\vleader_node\x18\x02 \x01(\x04R\n" +
@@ -1263,49 +1376,53 @@ func file_kvd_v1_access_proto_rawDescGZIP() []byte {
 	return file_kvd_v1_access_proto_rawDescData
 }
 
-var file_kvd_v1_access_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
+var file_kvd_v1_access_proto_msgTypes = make([]protoimpl.MessageInfo, 17)
 var file_kvd_v1_access_proto_goTypes = []any{
 	(*OpenSessionRequest)(nil), // 0: kvd.v1.OpenSessionRequest
 	(*SessionEvent)(nil),       // 1: kvd.v1.SessionEvent
 	(*SessionOpened)(nil),      // 2: kvd.v1.SessionOpened
-	(*Member)(nil),             // 3: kvd.v1.Member
-	(*SessionClosing)(nil),     // 4: kvd.v1.SessionClosing
-	(*ConnectRequest)(nil),     // 5: kvd.v1.ConnectRequest
-	(*ConnectResponse)(nil),    // 6: kvd.v1.ConnectResponse
-	(*RegionsRequest)(nil),     // 7: kvd.v1.RegionsRequest
-	(*RegionsResponse)(nil),    // 8: kvd.v1.RegionsResponse
-	(*Region)(nil),             // 9: kvd.v1.Region
-	(*RoutesRequest)(nil),      // 10: kvd.v1.RoutesRequest
-	(*RoutesResponse)(nil),     // 11: kvd.v1.RoutesResponse
-	(*Route)(nil),              // 12: kvd.v1.Route
-	(*LocalReplica)(nil),       // 13: kvd.v1.LocalReplica
-	(*IndexTable)(nil),         // 14: kvd.v1.IndexTable
-	(*NamespaceInfo)(nil),      // 15: kvd.v1.NamespaceInfo
-	(ReadLevel)(0),             // 16: kvd.v1.ReadLevel
+	(*Topology)(nil),           // 3: kvd.v1.Topology
+	(*Member)(nil),             // 4: kvd.v1.Member
+	(*SessionClosing)(nil),     // 5: kvd.v1.SessionClosing
+	(*ConnectRequest)(nil),     // 6: kvd.v1.ConnectRequest
+	(*ConnectResponse)(nil),    // 7: kvd.v1.ConnectResponse
+	(*RegionsRequest)(nil),     // 8: kvd.v1.RegionsRequest
+	(*RegionsResponse)(nil),    // 9: kvd.v1.RegionsResponse
+	(*Region)(nil),             // 10: kvd.v1.Region
+	(*RoutesRequest)(nil),      // 11: kvd.v1.RoutesRequest
+	(*RoutesResponse)(nil),     // 12: kvd.v1.RoutesResponse
+	(*Route)(nil),              // 13: kvd.v1.Route
+	(*LocalReplica)(nil),       // 14: kvd.v1.LocalReplica
+	(*IndexTable)(nil),         // 15: kvd.v1.IndexTable
+	(*NamespaceInfo)(nil),      // 16: kvd.v1.NamespaceInfo
+	(ReadLevel)(0),             // 17: kvd.v1.ReadLevel
 }
 var file_kvd_v1_access_proto_depIdxs = []int32{
 	2,  // 0: kvd.v1.SessionEvent.opened:type_name -> kvd.v1.SessionOpened
-	4,  // 1: kvd.v1.SessionEvent.closing:type_name -> kvd.v1.SessionClosing
-	3,  // 2: kvd.v1.SessionOpened.members:type_name -> kvd.v1.Member
-	9,  // 3: kvd.v1.RegionsResponse.regions:type_name -> kvd.v1.Region
-	12, // 4: kvd.v1.RoutesResponse.routes:type_name -> kvd.v1.Route
-	3,  // 5: kvd.v1.RoutesResponse.members:type_name -> kvd.v1.Member
-	13, // 6: kvd.v1.Route.local:type_name -> kvd.v1.LocalReplica
-	14, // 7: kvd.v1.LocalReplica.table:type_name -> kvd.v1.IndexTable
-	16, // 8: kvd.v1.NamespaceInfo.default_level:type_name -> kvd.v1.ReadLevel
-	0,  // 9: kvd.v1.Access.OpenSession:input_type -> kvd.v1.OpenSessionRequest
-	5,  // 10: kvd.v1.Access.Connect:input_type -> kvd.v1.ConnectRequest
-	7,  // 11: kvd.v1.Access.Regions:input_type -> kvd.v1.RegionsRequest
-	10, // 12: kvd.v1.Access.Routes:input_type -> kvd.v1.RoutesRequest
-	1,  // 13: kvd.v1.Access.OpenSession:output_type -> kvd.v1.SessionEvent
-	6,  // 14: kvd.v1.Access.Connect:output_type -> kvd.v1.ConnectResponse
-	8,  // 15: kvd.v1.Access.Regions:output_type -> kvd.v1.RegionsResponse
-	11, // 16: kvd.v1.Access.Routes:output_type -> kvd.v1.RoutesResponse
-	13, // [13:17] is the sub-list for method output_type
-	9,  // [9:13] is the sub-list for method input_type
-	9,  // [9:9] is the sub-list for extension type_name
-	9,  // [9:9] is the sub-list for extension extendee
-	0,  // [0:9] is the sub-list for field type_name
+	5,  // 1: kvd.v1.SessionEvent.closing:type_name -> kvd.v1.SessionClosing
+	3,  // 2: kvd.v1.SessionEvent.topology:type_name -> kvd.v1.Topology
+	4,  // 3: kvd.v1.SessionOpened.members:type_name -> kvd.v1.Member
+	4,  // 4: kvd.v1.Topology.members:type_name -> kvd.v1.Member
+	13, // 5: kvd.v1.Topology.routes:type_name -> kvd.v1.Route
+	10, // 6: kvd.v1.RegionsResponse.regions:type_name -> kvd.v1.Region
+	13, // 7: kvd.v1.RoutesResponse.routes:type_name -> kvd.v1.Route
+	4,  // 8: kvd.v1.RoutesResponse.members:type_name -> kvd.v1.Member
+	14, // 9: kvd.v1.Route.local:type_name -> kvd.v1.LocalReplica
+	15, // 10: kvd.v1.LocalReplica.table:type_name -> kvd.v1.IndexTable
+	17, // 11: kvd.v1.NamespaceInfo.default_level:type_name -> kvd.v1.ReadLevel
+	0,  // 12: kvd.v1.Access.OpenSession:input_type -> kvd.v1.OpenSessionRequest
+	6,  // 13: kvd.v1.Access.Connect:input_type -> kvd.v1.ConnectRequest
+	8,  // 14: kvd.v1.Access.Regions:input_type -> kvd.v1.RegionsRequest
+	11, // 15: kvd.v1.Access.Routes:input_type -> kvd.v1.RoutesRequest
+	1,  // 16: kvd.v1.Access.OpenSession:output_type -> kvd.v1.SessionEvent
+	7,  // 17: kvd.v1.Access.Connect:output_type -> kvd.v1.ConnectResponse
+	9,  // 18: kvd.v1.Access.Regions:output_type -> kvd.v1.RegionsResponse
+	12, // 19: kvd.v1.Access.Routes:output_type -> kvd.v1.RoutesResponse
+	16, // [16:20] is the sub-list for method output_type
+	12, // [12:16] is the sub-list for method input_type
+	12, // [12:12] is the sub-list for extension type_name
+	12, // [12:12] is the sub-list for extension extendee
+	0,  // [0:12] is the sub-list for field type_name
 }
 
 func init() { file_kvd_v1_access_proto_init() }
@@ -1317,6 +1434,7 @@ func file_kvd_v1_access_proto_init() {
 	file_kvd_v1_access_proto_msgTypes[1].OneofWrappers = []any{
 		(*SessionEvent_Opened)(nil),
 		(*SessionEvent_Closing)(nil),
+		(*SessionEvent_Topology)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -1324,7 +1442,7 @@ func file_kvd_v1_access_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvd_v1_access_proto_rawDesc), len(file_kvd_v1_access_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   16,
+			NumMessages:   17,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
