@@ -59,7 +59,7 @@ until then stand beside those before.`,
 }
 
 func (l *life) join(ctx context.Context, amount uint64, piece int, calm time.Duration) error {
-	l.report.Columns = []string{"step", "seconds", "reads", "p50 ms", "p99 ms", "most ms", "writes", "p50 ms ", "p99 ms ", "most ms "}
+	l.report.Columns = stepColumns
 	l.say("putting %d bytes", amount)
 	if err := l.fill(ctx, amount, piece); err != nil {
 		return err

@@ -252,6 +252,13 @@ func TestCompleted(t *testing.T) {
 	require.Equal(t, 6.0, f.slowness(read))
 }
 
+func TestCoresUsed(t *testing.T) {
+	s := time.Second
+	nodes, clients := coresUsed(map[int]time.Duration{1: 2 * s, 2: 3 * s, 9: s}, map[int]time.Duration{1: 4 * s, 3: s, 9: 2 * s}, 9, 2)
+	require.Equal(t, 1.5, nodes, "node 2 has ended, node 3 came")
+	require.Equal(t, 0.5, clients)
+}
+
 func TestPercentile(t *testing.T) {
 	xs := []float64{5, 1, 4, 2, 3}
 	require.Equal(t, 3.0, percentile(xs, 50))

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"fmt"
+	"os"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -39,7 +40,7 @@ an active node again. Not one read may fail, nor a write within its deadline.`,
 }
 
 func (l *life) rolling(ctx context.Context, rounds int) error {
-	l.report.Columns = []string{"step", "seconds", "reads", "p50 ms", "p99 ms", "most ms", "writes", "p50 ms ", "p99 ms ", "most ms "}
+	l.report.Columns = stepColumns
 	if _, err := l.spread(ctx, kvdNodes); err != nil {
 		return err
 	}
@@ -77,12 +78,40 @@ func (l *life) rolling(ctx context.Context, rounds int) error {
 	return nil
 }
 
+var stepColumns = []string{"step", "seconds", "reads", "p50 ms", "p99 ms", "most ms", "writes", "p50 ms ", "p99 ms ", "most ms ", "cores of nodes", "of clients"}
+
+// cpuOf is the CPU time that each of the nodes' processes, and this one, has used.
+func (l *life) cpuOf() map[int]time.Duration {
+	used := map[int]time.Duration{}
+	for _, n := range l.cluster.Nodes() {
+		if t, ok := cpuTime([]int{n.PID()}); ok {
+			used[n.PID()] = t
+		}
+	}
+	if t, ok := cpuTime([]int{os.Getpid()}); ok {
+		used[os.Getpid()] = t
+	}
+	return used
+}
+
+// coresUsed between two such times. What a process used that has ended since is not known.
+func coresUsed(before, after map[int]time.Duration, self int, seconds float64) (nodes, clients float64) {
+	for pid, t := range after {
+		if used := (t - before[pid]).Seconds() / seconds; pid == self {
+			clients = used
+		} else {
+			nodes += used
+		}
+	}
+	return nodes, clients
+}
+
 // step does something under load and notes how long operations took meanwhile.
 func (l *life) step(ctx context.Context, name string, f func(ctx context.Context) error) error {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	l.load.latencies()
-	began := time.Now()
+	began, cpu := time.Now(), l.cpuOf()
 	if err := f(ctx); err != nil {
 		return fmt.Errorf("%s: %w", name, err)
 	}
@@ -91,7 +120,8 @@ func (l *life) step(ctx context.Context, name string, f func(ctx context.Context
 	for kind := range accesses {
 		row = append(row, h[kind].TotalCount(), millis(h[kind], 50), millis(h[kind], 99), millis(h[kind], 100))
 	}
-	l.report.row(row...)
+	nodes, clients := coresUsed(cpu, l.cpuOf(), os.Getpid(), time.Since(began).Seconds())
+	l.report.row(append(row, nodes, clients)...)
 	counts, wrong, _ := l.load.failures()
 	l.say("%s: %.1f s, %d reads (most %.0f ms), %d writes (most %.0f ms); failed so far: %d reads, %d writes, %d wrong", name, time.Since(began).Seconds(),
 		h[read].TotalCount(), millis(h[read], 100), h[written].TotalCount(), millis(h[written], 100), counts[read], counts[written], wrong)
