@@ -179,6 +179,12 @@ func (j *judge) lifecycle(node uint64) {
 		return
 	}
 	level, since := Info, ""
+	if code == NodeDraining && limit == 0 {
+		if lost := j.lostWithout(node); len(lost) > 0 {
+			level, want = Degraded, "it should be safe to stop, and is not: without it too few of those that vote in "+nameShards(lost)+" would be left"
+			do = "start the other nodes that vote there, or see why they do not answer, before it is stopped"
+		}
+	}
 	if ms := r.GetSinceUnixMs(); ms != 0 {
 		age := j.s.At.Sub(time.UnixMilli(ms))
 		since = " for " + length(age)
@@ -191,6 +197,35 @@ func (j *judge) lifecycle(node uint64) {
 		do = "nothing is to be done but wait"
 	}
 	j.add(level, code, []uint64{node}, fmt.Sprintf("node %d %s%s; %s: %s", node, doing, since, want, do))
+}
+
+// lostWithout lists the groups that would have no quorum any more if the node stopped now.
+func (j *judge) lostWithout(node uint64) (groups []uint32) {
+	newest := map[uint32]*kvdv1.ShardReplica{}
+	answer := map[uint32][]uint64{} // nodes that have a replica and say so
+	for _, n := range j.s.Nodes {
+		for _, r := range n.Replicas {
+			answer[r.GetShard()] = append(answer[r.GetShard()], n.NodeID)
+			if have := newest[r.GetShard()]; have == nil || have.GetConfigId() < r.GetConfigId() {
+				newest[r.GetShard()] = r
+			}
+		}
+	}
+	for number, r := range newest {
+		for _, voters := range [][]uint64{r.GetVoters(), r.GetVotersOutgoing()} {
+			left := 0
+			for _, id := range voters {
+				if id != node && slices.Contains(answer[number], id) {
+					left++
+				}
+			}
+			if slices.Contains(voters, node) && 2*left <= len(voters) && !slices.Contains(groups, number) {
+				groups = append(groups, number)
+			}
+		}
+	}
+	slices.Sort(groups)
+	return groups
 }
 
 // judgeMembers: whether it is known who belongs to the cluster, and whether all of it can
