@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -320,6 +321,7 @@ func (l *life) judge(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	l.report.Notes = append(l.report.Notes, sdkNote(l.sdks))
 	counts, wrong, first := l.load.failures()
 	l.report.Failures = append(l.report.Failures, append(first, lost...)...)
 	l.report.Bounds = append(l.report.Bounds,
@@ -329,6 +331,29 @@ func (l *life) judge(ctx context.Context) error {
 		atMost("acknowledged writes lost", float64(len(lost)), 0, "keys"),
 	)
 	return nil
+}
+
+// sdkNote says what the Clients had to do again, so that who waited can be told why.
+func sdkNote(sdks []*client.Client) string {
+	var writeRetries, told uint64
+	again := map[string]uint64{}
+	for _, c := range sdks {
+		s := c.Stats()
+		writeRetries, told = writeRetries+s.WriteRetries, told+s.Topologies
+		for why, n := range s.Retries {
+			again["reads tried again, "+why] += n
+		}
+		for why, n := range s.Fallbacks {
+			again["reads over gRPC, "+why] += n
+		}
+	}
+	words := []string{fmt.Sprintf("the Clients: %d times told of changes, %d writes sent again", told, writeRetries)}
+	for _, what := range slices.Sorted(maps.Keys(again)) {
+		if again[what] > 0 {
+			words = append(words, fmt.Sprintf("%s: %d", what, again[what]))
+		}
+	}
+	return strings.Join(words, "; ")
 }
 
 func (l *life) close() error {
