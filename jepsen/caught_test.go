@@ -92,3 +92,20 @@ func TestOnlyAFailedTestCatches(t *testing.T) {
 		require.Contains(t, string(b), "kvd/rdma/shm -run ^(TestDeathWord)$", name)
 	}
 }
+
+// The simulator catches a variant by a seed that it names, and by nothing else.
+func TestSeedIn(t *testing.T) {
+	c := control{variant: "config-ignored"}
+	got := c.seedIn(caught{}, "=== RUN\nconfig-ignored: caught by seed 36, the 36. seed, after 5.9s: VIOLATION [linearizability: key-17: no order] []\nPASS\n", nil)
+	require.NoError(t, got.err)
+	require.Equal(t, "internal/sim seed 36: linearizability", got.by)
+	for out, err := range map[string]error{
+		"PASS\n": nil,
+		"retry-twice: caught by seed 1, the 1. seed, after 1s: VIOLATION [once: k] []\n":               nil,
+		"config-ignored: caught by seed 36, the 36. seed, after 5.9s: VIOLATION [session: k] []\nFAIL": errors.New("exit 1"),
+	} {
+		got := c.seedIn(caught{}, out, err)
+		require.Error(t, got.err, out)
+		require.Empty(t, got.by)
+	}
+}

@@ -1,12 +1,14 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"os"
 	"os/exec"
 	"regexp"
+	"strconv"
 	"strings"
 	"time"
 
@@ -16,9 +18,9 @@ import (
 	"github.com/kvd-io/kvd/jepsen/check"
 )
 
-// control is a broken variant (see internal/chaos) and what has to catch it: a run, or,
-// where what goes wrong is too short or too rare for a run, a test of the package whose
-// rule it is.
+// control is a broken variant (see internal/chaos) and what has to catch it: a run; where
+// what goes wrong is too short or too rare for a run, the simulator; or a test of the
+// package whose rule it is.
 type control struct {
 	variant string
 	// Of a run:
@@ -26,6 +28,8 @@ type control struct {
 	set                          func(f *flags) // beside these
 	// Of a test:
 	pkg, test string
+	// sim: a seed of the simulator shows it, of those from sim on.
+	sim uint64
 }
 
 // controlLimit is how long a variant may take to be caught, all runs together.
@@ -47,17 +51,17 @@ var controls = []control{
 	{variant: "engine-ahead", workload: "register", nemesis: "none", transport: "mixed"},
 	{variant: "frozen-mapping", pkg: "rdma/shm", test: "TestDeathWord"},
 	{variant: "forget-term", pkg: "raft", test: "TestSim|TestTermAtOpen"},
-	{variant: "snapshot-unannounced", pkg: "storage/arena", test: "TestLoadIsBesideTheOldContent"},
+	{variant: "snapshot-unannounced", sim: 1},
 	{variant: "retry-twice", workload: "once", nemesis: "transfer,kill,client-leader", transport: "mixed"},
 	{variant: "expiry-unfenced", pkg: "server", test: "TestContentAgreesWithTwin"},
 	{variant: "old-term-acknowledged", workload: "register", nemesis: "isolate-leader,one-way,halves", transport: "mixed"},
-	{variant: "config-ignored", pkg: "client", test: "TestRules"},
+	{variant: "config-ignored", sim: 1},
 	{variant: "overwrite-reversed", workload: "register", nemesis: "none", transport: "shm",
 		set: func(f *flags) { f.shards, f.keys, f.rate, f.maxSize = 4, 4, 0, 256 }},
 	{variant: "evict-unmarked", workload: "register", nemesis: "none", transport: "shm",
 		set: func(f *flags) { f.arena, f.keys, f.rate = "4MiB", 400, 0 }},
 	{variant: "layout-gen-ignored", workload: "register", nemesis: "grow", transport: "shm", set: func(f *flags) { f.shards, f.rate, f.maxSize = 1, 0, 256 }},
-	{variant: "bucket-sum-ignored", pkg: "client", test: "TestRules"},
+	{variant: "bucket-sum-ignored", sim: 1},
 	{variant: "checksum-ignored", workload: "register", nemesis: "none", transport: "tcp", set: huge},
 }
 
@@ -93,7 +97,9 @@ func (f *flags) runControls(cmd *cobra.Command) error {
 		one.programs, one.broken = &p, c.variant
 		began := time.Now()
 		var got caught
-		if c.pkg != "" {
+		if c.sim != 0 {
+			got = c.bySim(cmd.Context())
+		} else if c.pkg != "" {
 			got = c.byTest(cmd.Context())
 		} else {
 			got = c.byRun(&one, func() (*outcome, error) { return one.once(cmd) })
@@ -176,6 +182,33 @@ func (c control) byRun(f *flags, once func() (*outcome, error)) caught {
 		return got
 	}
 }
+
+var foundSeed = regexp.MustCompile(`(?m)^(\S+): caught by seed (\d+), .*?: (.*)$`)
+
+// bySim has the simulator run seeds until one shows the variant.
+func (c control) bySim(ctx context.Context) caught {
+	args := []string{"test", "-tags", "chaos", "-count=1", module + "internal/sim", "-run", "^TestControl$", "-v", "-variant", c.variant, "-from", strconv.FormatUint(c.sim, 10)}
+	got := caught{repeat: fmt.Sprintf("go test -tags chaos ./internal/sim -run TestControl -v -variant %s -from %d", c.variant, c.sim)}
+	ctx, cancel := context.WithTimeout(ctx, 2*controlLimit)
+	defer cancel()
+	out, err := exec.CommandContext(ctx, "go", args...).CombinedOutput()
+	return c.seedIn(got, string(out), err)
+}
+
+// seedIn reads what the simulator said.
+func (c control) seedIn(got caught, out string, err error) caught {
+	m := foundSeed.FindStringSubmatch(out)
+	if err != nil || m == nil || m[1] != c.variant {
+		got.err = fmt.Errorf("no seed of the simulator shows it: %w\n%s", cmp.Or(err, errNoSeed), out)
+		return got
+	}
+	what := strings.TrimPrefix(m[3], "VIOLATION [")
+	kind, _, _ := strings.Cut(what, ":")
+	got.by = fmt.Sprintf("internal/sim seed %s: %s", m[2], kind)
+	return got
+}
+
+var errNoSeed = errors.New("it named none")
 
 var failedTest = regexp.MustCompile(`(?m)^\s*--- FAIL: (\S+)`)
 

@@ -24,7 +24,16 @@ func TestEveryVariantHasAControl(t *testing.T) {
 	slices.Sort(names)
 	require.Equal(t, variants, names)
 	for _, c := range controls {
-		require.NotEqual(t, c.pkg == "", c.workload == "", "%s: want a run or a test", c.variant)
+		ways := 0
+		for _, has := range []bool{c.pkg != "", c.workload != "", c.sim != 0} {
+			if has {
+				ways++
+			}
+		}
+		require.Equal(t, 1, ways, "%s: want a run, the simulator, or a test", c.variant)
+		if c.sim != 0 {
+			continue
+		}
 		if c.pkg != "" {
 			require.NotEmpty(t, c.test, c.variant)
 			continue
