@@ -4,10 +4,13 @@ import (
 	"context"
 	"fmt"
 	"math/rand/v2"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 
 	kvdv1 "github.com/kvd-io/kvd/api/kvd/v1"
@@ -184,4 +187,66 @@ func TestSessionsOfOneToken(t *testing.T) {
 	require.NoError(t, err)
 	_, err = all.open("x", hog, ns)
 	requireReason(t, err, kvdv1.ErrorDetail_REASON_EXHAUSTED)
+}
+
+// Clients that take nothing of what they asked for, answers to writes on a stream and
+// pages of large values, hold up nobody else on the same shard.
+func TestSlowClientsSlowNobody(t *testing.T) {
+	c := startCluster(t, 1, 1)
+	c.leaderOf(1)
+	n := c.nodes[0]
+	ctx := testContext(t)
+	value := make([]byte, 512<<10)
+	for i := range 8 {
+		_, err := c.kv(0).Put(ctx, &kvdv1.PutRequest{NamespaceId: 1, Key: fmt.Appendf(nil, "large-%d", i), Value: value})
+		require.NoError(t, err)
+	}
+	// The slow ones' connection has the smallest windows that there are, and nobody reads.
+	slow, err := grpc.NewClient("passthrough:///"+n.Address(), grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithStaticStreamWindowSize(1<<16), grpc.WithStaticConnWindowSize(1<<16))
+	require.NoError(t, err)
+	defer func() { require.NoError(t, slow.Close()) }()
+	sctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	pages, err := slow.NewStream(sctx, &grpc.StreamDesc{ServerStreams: true}, kvdv1.KV_List_FullMethodName)
+	require.NoError(t, err)
+	require.NoError(t, pages.SendMsg(&kvdv1.ListRequest{NamespaceId: 1, Shard: 1}))
+	require.NoError(t, pages.CloseSend())
+	writes, err := kvdv1.NewKVClient(slow).Write(sctx)
+	require.NoError(t, err)
+	var stuck atomic.Uint64 // frames that were sent
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		for id := uint64(1); ; id++ {
+			put := &kvdv1.PutRequest{NamespaceId: 1, Key: fmt.Appendf(nil, "slow-%d", id%8), Value: []byte("v")}
+			if writes.Send(&kvdv1.WriteFrame{Id: id, Op: &kvdv1.WriteFrame_Put{Put: put}}) != nil {
+				return
+			}
+			stuck.Store(id)
+		}
+	}()
+	// Until the node takes no more of it.
+	before, same := uint64(0), 0
+	eventually(t, "the slow client is stuck", func() bool {
+		now := stuck.Load()
+		if same++; now != before || now < maxStreamWrites {
+			before, same = now, 0
+		}
+		return same > 100
+	})
+	for i := range 100 {
+		key := fmt.Appendf(nil, "key-%d", i)
+		cctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+		_, err := c.kv(0).Put(cctx, &kvdv1.PutRequest{NamespaceId: 1, Key: key, Value: key})
+		require.NoError(t, err)
+		r, err := c.kv(0).Get(cctx, &kvdv1.GetRequest{NamespaceId: 1, Key: key})
+		cancel()
+		require.NoError(t, err)
+		require.Equal(t, key, r.GetValue())
+	}
+	require.Equal(t, before, stuck.Load(), "the slow client was not stuck all the while")
+	cancel()
+	<-ended
+	eventually(t, "nothing is counted any more", n.load.idle)
 }

@@ -400,6 +400,7 @@ func TestReceiverGoesOn(t *testing.T) {
 	// It begins where nothing is, or something else.
 	for name, at := range map[string]snapshotPosition{
 		"further": positionAfter(items[:20]), "sum": {Items: half.Items, Key: half.Key, Sum: half.Sum + 1},
+		"items": {Items: half.Items + 1, Key: half.Key, Sum: half.Sum},
 	} {
 		require.True(t, half.same(f.progress(7)), name)
 		_, err = f.end(f.begin(7, items, index, at, len(items)), trailer)
