@@ -457,6 +457,14 @@ func TestReceiverGoesOn(t *testing.T) {
 	_ = s.CloseSend()
 	<-had.ended
 	require.Nil(t, target.mu.incoming)
+	// A whole one of an older version has another sum.
+	sum := newSnapshotHash()
+	for _, it := range items {
+		sum.add(it.GetKey(), it.GetValue())
+	}
+	ack, err = f.end(f.begin(0, items, index, none, len(items)), &kvdv1.SnapshotTrailer{Items: whole.Items, Checksum: sum.h.Sum64()})
+	require.NoError(t, err)
+	require.True(t, ack.GetInstalled(), ack.GetRefusal())
 	broken(7)
 	require.True(t, half.same(f.progress(7)))
 	require.NoError(t, target.dropStaged())

@@ -42,6 +42,7 @@ const sizeOldBytes = 4 << 20
 type peaks struct {
 	HeapBytes uint64 // objects of Go's heap, live or not yet collected
 	RSSBytes  uint64 // all of the process, the memory that clients read included
+	RSSBefore uint64
 	DiskBytes uint64 // below its data directory
 }
 
@@ -52,6 +53,7 @@ func watchPeaks(dir string) (end func() peaks) {
 	debug.FreeOSMemory()
 	// What VmHWM remembers begins here.
 	_ = os.WriteFile("/proc/self/clear_refs", []byte("5"), 0)
+	p.RSSBefore = residentBytes("VmRSS:")
 	go func() {
 		defer close(done)
 		tick := time.NewTicker(2 * time.Millisecond)
@@ -73,7 +75,7 @@ func watchPeaks(dir string) (end func() peaks) {
 	return func() peaks {
 		close(stop)
 		<-done
-		p.RSSBytes = highWater()
+		p.RSSBytes = residentBytes("VmHWM:")
 		return p
 	}
 }
@@ -96,11 +98,11 @@ func diskBytes(dir string) (sum uint64) {
 	return sum
 }
 
-// highWater is the largest resident size, 0 where the system does not tell.
-func highWater() uint64 {
+// residentBytes is 0 where the system does not tell.
+func residentBytes(which string) uint64 {
 	b, _ := os.ReadFile("/proc/self/status")
 	for line := range strings.Lines(string(b)) {
-		if rest, ok := strings.CutPrefix(line, "VmHWM:"); ok {
+		if rest, ok := strings.CutPrefix(line, which); ok {
 			n, _ := strconv.ParseUint(strings.TrimSpace(strings.TrimSuffix(strings.TrimSpace(rest), "kB")), 10, 64)
 			return n << 10
 		}
@@ -230,7 +232,7 @@ func moveShard(t *testing.T, bytes int64) (sender, receiver peaks) {
 	require.NoError(t, cc.Close())
 	require.NoError(t, c.Close())
 	for who, p := range map[string]peaks{"sender": sender, "receiver": receiver} {
-		t.Logf("%d MiB: %s: peak of heap %d MiB, of resident memory %d MiB, of disk %d MiB", bytes>>20, who, p.HeapBytes>>20, p.RSSBytes>>20, p.DiskBytes>>20)
+		t.Logf("%d MiB: %s: peak of heap %d MiB, of resident memory %d MiB (%d MiB before), of disk %d MiB", bytes>>20, who, p.HeapBytes>>20, p.RSSBytes>>20, p.RSSBefore>>20, p.DiskBytes>>20)
 	}
 	return sender, receiver
 }
