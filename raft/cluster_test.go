@@ -85,6 +85,16 @@ func (l *loop) pump(key [2]NodeID, c chan []GroupMessage) {
 	}
 }
 
+func (e loopEnd) SendHeartbeat(to NodeID, hb NodeHeartbeat) {
+	l := e.l
+	l.mu.RLock()
+	h, down := l.hosts[to], l.down[e.self] || l.down[to]
+	l.mu.RUnlock()
+	if h != nil && !down {
+		h.Heartbeat(e.self, hb)
+	}
+}
+
 func (e loopEnd) SendSnapshot(to NodeID, g GroupID, m *raftpb.Message, done func(bool)) {
 	e.l.mu.RLock()
 	sm := e.l.sms[e.self][g]
@@ -92,7 +102,7 @@ func (e loopEnd) SendSnapshot(to NodeID, g GroupID, m *raftpb.Message, done func
 	m = proto.Clone(m).(*raftpb.Message)
 	meta, data := sm.encode()
 	m.Snapshot = &raftpb.Snapshot{Metadata: meta, Data: data}
-	e.Send(to, []GroupMessage{{g, m}})
+	e.Send(to, []GroupMessage{{Group: g, Message: m}})
 	done(true)
 }
 

@@ -33,6 +33,11 @@ type Config struct {
 	// HeartbeatTicks between two heartbeats of a leader. Default 1.
 	HeartbeatTicks int
 
+	// QuiesceTicks without anything to do, and a group ticks no more until there is; see
+	// quiesce.go. Nodes send each other heartbeats then, one for all groups. 0: never, and
+	// so does no group that a replica of this node is in.
+	QuiesceTicks int
+
 	// MaxMessageBytes bounds the entries in one append message. Default 1 MiB. One
 	// entry may be larger and then travels alone.
 	MaxMessageBytes uint64
@@ -159,6 +164,9 @@ func (c Config) Validate() error {
 	}
 	if c.ElectionTicks <= c.HeartbeatTicks {
 		bad("ElectionTicks is %d, want more than HeartbeatTicks, which is %d", c.ElectionTicks, c.HeartbeatTicks)
+	}
+	if c.QuiesceTicks < 0 {
+		bad("QuiesceTicks is %d, want at least 0", c.QuiesceTicks)
 	}
 	if c.MaxInflightBytes < c.MaxMessageBytes {
 		bad("MaxInflightBytes is %d, want at least MaxMessageBytes, which is %d", c.MaxInflightBytes, c.MaxMessageBytes)

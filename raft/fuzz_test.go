@@ -30,9 +30,9 @@ func FuzzStep(f *testing.F) {
 			var raw raftpb.Message
 			if proto.Unmarshal(data, &raw) == nil {
 				raw.To = new(uint64(1))
-				n.host.Step([]GroupMessage{{0, &raw}})
+				n.host.Step([]GroupMessage{{Message: &raw}})
 			}
-			n.host.Step([]GroupMessage{{0, nil}, {0, craft(data)}, {0, craft(data)}})
+			n.host.Step([]GroupMessage{{}, {Message: craft(data)}, {Message: craft(data)}})
 			m.net = nil
 			for range 3 {
 				for n.write() || n.apply() || n.work() {

@@ -38,6 +38,10 @@ type Group struct {
 	config   atomic.Pointer[config]
 	progress atomic.Pointer[[]FollowerProgress]
 
+	// quiesced: no tick is due. 0: it is not; else liveness.boots, one more, as it was then.
+	// Set under the group's lock.
+	quiesced atomic.Uint64
+
 	wantTruncate atomic.Bool
 	removed      atomic.Bool // from the host: what fails now is of no interest
 	logSize      logSize
@@ -52,6 +56,7 @@ type Group struct {
 		reads    readers
 		handover []*transfer
 		held     heldState
+		quiesce  quiesceState
 		heard    map[NodeID]uint64 // while leading: ticks, when a node said something last
 		stopped  error             // why nothing more is done
 	}
@@ -62,12 +67,12 @@ type Group struct {
 type coreState struct {
 	term      uint64
 	lead      uint64
-	leadTerm  uint64 // the term this replica leads, else 0
-	leadSince uint64 // in ticks: when leadTerm changed
-	serving   uint64 // as published
-	last      uint64 // last index of the log, unstable part included
-	readSeq   uint64 // read rounds begun in this term
-	ticks     uint64
+	leadTerm  uint64            // the term this replica leads, else 0
+	leadSince uint64            // in ticks: when leadTerm changed
+	serving   uint64            // as published
+	last      uint64            // last index of the log, unstable part included
+	readSeq   uint64            // read rounds begun in this term
+	ticks     uint64            // more than an election timeout from the start, so that what was before it has a time
 	queuedHS  *raftpb.HardState // last one given to the log writer
 	acked     acknowledged      // see late.go
 }
@@ -115,6 +120,7 @@ func openGroup(h *Host, gc GroupConfig) (*Group, error) {
 	g.mu.heard = make(map[NodeID]uint64)
 	g.mu.core.term = ls.Hard.GetTerm()
 	g.mu.core.last = ls.Last
+	g.mu.core.ticks = uint64(h.cfg.ElectionTicks) + 1
 	g.mu.core.queuedHS = ls.Hard
 	g.commit.Store(ls.Hard.GetCommit())
 	g.applied.Store(st.Index)

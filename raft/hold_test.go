@@ -172,7 +172,7 @@ func TestHoldEndsWithLeadership(t *testing.T) {
 	require.Empty(t, m.entriesTo(3))
 	m.net = nil // node 2 did not get it either
 	term := leader.group(0).Status().Term + 1
-	leader.host.Step([]GroupMessage{{0, &raftpb.Message{
+	leader.host.Step([]GroupMessage{{Message: &raftpb.Message{
 		Type: raftpb.MsgHeartbeat.Enum(), From: new(uint64(2)), To: new(uint64(1)), Term: &term,
 	}}})
 	require.False(t, leader.group(0).Status().Leading)

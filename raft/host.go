@@ -27,6 +27,8 @@ type Host struct {
 	truncates runQueue
 	late      lateBox // appends that are put off
 	holds     holds   // and those that are held back
+	live      liveness
+	boot      uint64 // for NodeHeartbeat
 	done      chan struct{}
 	wg        sync.WaitGroup
 
@@ -56,6 +58,8 @@ func NewHost(cfg Config) (*Host, error) {
 	if cfg.Seed == 0 {
 		h.ids.Store(rand.Uint64())
 	}
+	h.boot = h.ids.Load()
+	h.live.init()
 	h.writer.init(h)
 	h.ready.init()
 	h.applies.init()
@@ -210,7 +214,7 @@ func (h *Host) Step(msgs []GroupMessage) {
 				continue
 			}
 		}
-		if !g.inbox.addMessage(gm.Message, h.cfg.MaxInboxMessages) {
+		if !g.inbox.addMessage(gm, h.cfg.MaxInboxMessages) {
 			h.count.droppedFull.Add(1)
 			continue
 		}
@@ -227,6 +231,9 @@ func (h *Host) Step(msgs []GroupMessage) {
 func (h *Host) ReportUnreachable(node NodeID) {
 	p := h.newPass()
 	for _, g := range h.groupList() {
+		if g.quiesced.Load() != 0 && !g.config.Load().has(node) {
+			continue
+		}
 		if g.role.Load().Leading && g.inbox.addLost(node) {
 			p.add(g)
 		}
@@ -251,17 +258,29 @@ func (h *Host) tickLoop() {
 // whose messages go out in the same call.
 const groupsPerPass = 32
 
-// tick lets all groups know that a tick has passed.
+// tick lets all groups know that a tick has passed, but for those that are quiesced.
 func (h *Host) tick() {
 	stalled := h.writer.stalled()
 	if stalled {
 		h.count.diskStalls.Add(1)
 	}
+	out := h.live.tick(uint64(h.cfg.ElectionTicks))
+	h.sendHeartbeats(out.ticks)
 	for chunk := range slices.Chunk(h.groupList(), groupsPerPass) {
 		p := h.newPass()
 		for _, g := range chunk {
+			leaves := stalled && g.role.Load().Leading
+			if g.quiesced.Load() != 0 {
+				if !leaves && !out.concern(g) {
+					if out.ticks%truncateEveryTicks == 0 {
+						g.considerTruncation() // the state may have been flushed since
+					}
+					continue
+				}
+				g.inbox.addWake()
+			}
 			g.inbox.addTick()
-			if stalled && g.role.Load().Leading {
+			if leaves {
 				g.inbox.addOp((*Group).leaveToOthersLocked)
 			}
 			p.add(g)

@@ -185,7 +185,7 @@ func TestInboxIsBounded(t *testing.T) {
 	require.True(t, g.turn.ask()) // somebody is at it
 	msg := &raftpb.Message{Type: raftpb.MsgHeartbeat.Enum(), From: new(uint64(2)), To: new(uint64(1)), Term: new(uint64(5))}
 	for range 5 {
-		n.host.Step([]GroupMessage{{0, msg}})
+		n.host.Step([]GroupMessage{{Message: msg}})
 	}
 	require.EqualValues(t, 2, n.host.Stats().DroppedFull)
 }

@@ -20,8 +20,9 @@ type inbox struct {
 type work struct {
 	local     []*raftpb.Message // answers of the log writer; never dropped
 	applied   []*appliedBatch
-	messages  []*raftpb.Message // from peers
+	messages  []GroupMessage // from peers
 	ticks     int
+	wake      bool           // from being quiesced
 	release   bool           // what is held: see hold.go
 	ops       []func(*Group) // run under the group's lock
 	lost      []NodeID       // messages to them were lost; each once
@@ -56,7 +57,7 @@ func (b *inbox) addApplied(a *appliedBatch) {
 	b.mu.Unlock()
 }
 
-func (b *inbox) addMessage(m *raftpb.Message, limit int) bool {
+func (b *inbox) addMessage(m GroupMessage, limit int) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if len(b.mu.messages) >= limit {
@@ -69,6 +70,12 @@ func (b *inbox) addMessage(m *raftpb.Message, limit int) bool {
 func (b *inbox) addTick() {
 	b.mu.Lock()
 	b.mu.ticks = min(b.mu.ticks+1, maxTicks)
+	b.mu.Unlock()
+}
+
+func (b *inbox) addWake() {
+	b.mu.Lock()
+	b.mu.wake = true
 	b.mu.Unlock()
 }
 

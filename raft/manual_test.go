@@ -25,7 +25,9 @@ type manual struct {
 	conf   func(*Config)
 	clock  *clock.Manual
 	net    []packet
-	trace  []string
+	// cut tells what the net loses; nil: nothing.
+	cut   func(packet) bool
+	trace []string
 	// broken is what the invariants found.
 	broken []string
 	// leaders by group and term.
@@ -45,7 +47,15 @@ type manualNode struct {
 type packet struct {
 	from, to NodeID
 	gm       GroupMessage
-	done     func(bool) // of a snapshot
+	done     func(bool)     // of a snapshot
+	beat     *NodeHeartbeat // in place of gm
+}
+
+func (p packet) kind() string {
+	if p.beat != nil {
+		return "NodeHeartbeat"
+	}
+	return p.gm.Message.GetType().String()
 }
 
 func newManual(t testing.TB, nodes, groups int, conf func(*Config)) *manual {
@@ -120,18 +130,30 @@ func (e manualEnd) Send(to NodeID, msgs []GroupMessage) {
 	for _, gm := range msgs {
 		e.n.checkSend(gm)
 		m := gm.Message
-		e.n.say(fmt.Sprintf("g%d send %s", gm.Group, describe(m)))
-		e.n.m.net = append(e.n.m.net, packet{e.n.id, to, GroupMessage{gm.Group, proto.Clone(m).(*raftpb.Message)}, nil})
+		e.n.say(fmt.Sprintf("g%d send %s%s", gm.Group, describe(m), describeMark(gm)))
+		e.n.m.net = append(e.n.m.net, packet{from: e.n.id, to: to, gm: GroupMessage{gm.Group, proto.Clone(m).(*raftpb.Message), gm.Quiesce}})
 	}
 }
 
+// SendHeartbeat is left out of the trace, but on the net like everything else.
+func (e manualEnd) SendHeartbeat(to NodeID, hb NodeHeartbeat) {
+	e.n.m.net = append(e.n.m.net, packet{from: e.n.id, to: to, beat: &hb})
+}
+
 func (e manualEnd) SendSnapshot(to NodeID, g GroupID, m *raftpb.Message, done func(bool)) {
-	e.n.checkSend(GroupMessage{g, m})
+	e.n.checkSend(GroupMessage{Group: g, Message: m})
 	m = proto.Clone(m).(*raftpb.Message)
 	meta, data := e.n.sms[g].encode()
 	m.Snapshot = &raftpb.Snapshot{Metadata: meta, Data: data}
 	e.n.say(fmt.Sprintf("g%d send %s", g, describe(m)))
-	e.n.m.net = append(e.n.m.net, packet{e.n.id, to, GroupMessage{g, m}, done})
+	e.n.m.net = append(e.n.m.net, packet{from: e.n.id, to: to, gm: GroupMessage{Group: g, Message: m}, done: done})
+}
+
+func describeMark(gm GroupMessage) string {
+	if gm.Quiesce == 0 {
+		return ""
+	}
+	return fmt.Sprintf(" quiesce %d", gm.Quiesce)
 }
 
 func describe(m *raftpb.Message) string {
@@ -169,7 +191,9 @@ func (n *manualNode) checkSend(gm GroupMessage) {
 		n.m.breach("node %d group %d sends %s but serves term %d", n.id, gm.Group, describe(m), sm.serving)
 	}
 	leads := m.GetType() == raftpb.MsgApp || m.GetType() == raftpb.MsgHeartbeat || m.GetType() == raftpb.MsgSnap
-	if !leads && sm.serving != 0 && m.GetType() != raftpb.MsgTimeoutNow && m.GetType() != raftpb.MsgAppResp && m.GetTerm() >= sm.serving {
+	// Whom it defeated may have asked for its vote in the same term, and hears of it late.
+	refuses := m.GetType() == raftpb.MsgVoteResp && m.GetReject() && m.GetTerm() == sm.serving
+	if !leads && !refuses && sm.serving != 0 && m.GetType() != raftpb.MsgTimeoutNow && m.GetType() != raftpb.MsgAppResp && m.GetTerm() >= sm.serving {
 		n.m.breach("node %d group %d sends %s while it serves term %d", n.id, gm.Group, describe(m), sm.serving)
 	}
 	// What is acknowledged must be on the disk: term, vote, and the entries.
@@ -215,8 +239,12 @@ func (m *manual) deliver(i int) {
 	p := m.net[i]
 	m.net = slices.Delete(m.net, i, i+1)
 	to, from := m.nodes[p.to], m.nodes[p.from]
-	ok := to != nil && to.host != nil
-	if ok {
+	ok := to != nil && to.host != nil && (m.cut == nil || !m.cut(p))
+	switch {
+	case !ok:
+	case p.beat != nil:
+		to.host.Heartbeat(p.from, *p.beat)
+	default:
 		to.host.Step([]GroupMessage{p.gm})
 	}
 	if p.done != nil && from.host != nil {

@@ -134,6 +134,9 @@ type LogBatch interface {
 type GroupMessage struct {
 	Group   GroupID
 	Message *raftpb.Message
+	// Quiesce marks heartbeats and their answers, see quiesce.go: the last index of the
+	// sender's log, if as far as it knows its group has nothing to do. 0: no mark.
+	Quiesce uint64
 }
 
 // Transport carries messages to other nodes.
@@ -145,4 +148,8 @@ type Transport interface {
 	// snapshot metadata the transport replaces by that of what it streams. It never
 	// blocks and calls done exactly once.
 	SendSnapshot(to NodeID, g GroupID, m *raftpb.Message, done func(ok bool))
+	// SendHeartbeat hands over a sign of life, for Host.Heartbeat there. It never blocks.
+	// It may be dropped without a word, as when another one waits to be sent; it must
+	// not wait behind messages of groups for longer than they do.
+	SendHeartbeat(to NodeID, hb NodeHeartbeat)
 }

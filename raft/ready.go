@@ -23,6 +23,7 @@ func (g *Group) process(p *pass) {
 		return
 	}
 	err := g.guard(func() error {
+		g.rouseLocked(&in)
 		if err := g.stepAllLocked(p, in); err != nil {
 			return err
 		}
@@ -99,7 +100,8 @@ func (g *Group) stepAllLocked(p *pass, in work) error {
 
 // stepMessageLocked steps a message from a peer, once it is known to be one which
 // the core can take.
-func (g *Group) stepMessageLocked(p *pass, m *raftpb.Message) error {
+func (g *Group) stepMessageLocked(p *pass, gm GroupMessage) error {
+	m := gm.Message
 	err := g.checkMessageLocked(m)
 	if errors.Is(err, errNeedsReady) {
 		// It may be about entries which the core has and this host has not yet seen.
@@ -122,10 +124,21 @@ func (g *Group) stepMessageLocked(p *pass, m *raftpb.Message) error {
 	g.acknowledgedLocked(m)
 	// Errors of Step are about messages of peers that are no longer members.
 	_ = g.core.Step(m)
+	g.mu.quiesce.asked = quiesceMark{}
+	switch {
+	case gm.Quiesce == 0:
+	case m.GetType() == raftpb.MsgHeartbeat:
+		g.mu.quiesce.asked = quiesceMark{m.GetTerm(), m.GetFrom(), gm.Quiesce}
+	case m.GetType() == raftpb.MsgHeartbeatResp && m.GetTerm() == g.mu.core.leadTerm:
+		g.agreedLocked(NodeID(m.GetFrom()), gm.Quiesce)
+	}
 	return nil
 }
 
 func (g *Group) tickLocked() {
+	if g.quiesced.Load() != 0 {
+		return // it was on its way
+	}
 	g.core.Tick()
 	chaos.RunLater(g)
 	c := &g.mu.core
@@ -133,6 +146,7 @@ func (g *Group) tickLocked() {
 	g.checkTransfersLocked()
 	if c.leadTerm != 0 {
 		g.publishProgressLocked()
+		g.offerLocked()
 	}
 	if c.ticks%truncateEveryTicks == 0 {
 		g.considerTruncation()
@@ -282,6 +296,7 @@ func (g *Group) changeLeadTermLocked(leadTerm uint64) {
 	}
 	c.leadTerm, c.leadSince = leadTerm, c.ticks
 	clear(g.mu.heard)
+	g.mu.quiesce.offer = 0
 	c.readSeq = 0
 	if leadTerm != 0 {
 		if chaos.Broken(chaos.ServedEarly) {
@@ -321,7 +336,7 @@ func (g *Group) dispatchLocked(p *pass, rd *etcdraft.Ready) error {
 				p.applies = append(p.applies, g)
 			}
 		default:
-			gm, to := GroupMessage{Group: g.id, Message: m}, NodeID(m.GetTo())
+			gm, to := GroupMessage{Group: g.id, Message: m, Quiesce: g.markLocked(m)}, NodeID(m.GetTo())
 			switch {
 			case m.GetType() == raftpb.MsgSnap:
 				delete(g.mu.held.appends, to)

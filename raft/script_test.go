@@ -48,14 +48,16 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) string {
 }
 
 func (s *script) cluster(t *testing.T, d *datadriven.TestData) string {
-	var nodes, groups, retain, election int
+	var nodes, groups, retain, election, quiesce int
 	groups, retain, election = 1, 0, 10
 	d.ScanArgs(t, "nodes", &nodes)
 	d.MaybeScanArgs(t, "groups", &groups)
 	d.MaybeScanArgs(t, "retain", &retain)
+	d.MaybeScanArgs(t, "quiesce", &quiesce)
 	s.m = newManual(t, nodes, groups, func(c *Config) {
 		c.LogRetainEntries = uint64(retain)
 		c.ElectionTicks = election
+		c.QuiesceTicks = quiesce
 	})
 	s.m.trace = nil
 	return ""
@@ -104,8 +106,17 @@ func (s *script) do(t *testing.T, d *datadriven.TestData) string {
 		count := 1
 		d.MaybeScanArgs(t, "n", &count)
 		for range count {
-			s.m.tick(NodeID(node))
+			if node != 0 {
+				s.m.tick(NodeID(node))
+				continue
+			}
+			for _, id := range s.m.ids() { // with what comes of it
+				s.m.tick(id)
+			}
+			s.m.settle()
 		}
+	case "lost":
+		n.host.ReportUnreachable(NodeID(to))
 	case "flush":
 		n.sms[group].flush()
 	case "crash":
@@ -123,6 +134,8 @@ func (s *script) do(t *testing.T, d *datadriven.TestData) string {
 		return s.step(d, n, group)
 	case "status":
 		return s.status()
+	case "quiesced":
+		return s.quiesced()
 	case "fate":
 		return fmt.Sprint(n.fate)
 	default:
@@ -136,7 +149,7 @@ func (s *script) net(d *datadriven.TestData, from, to NodeID, typ string) string
 	do := "list"
 	d.MaybeScanArgs(s.t, "do", &do)
 	match := func(p packet) bool {
-		return (from == 0 || p.from == from) && (to == 0 || p.to == to) && (typ == "" || p.gm.Message.GetType().String() == typ)
+		return (from == 0 || p.from == from) && (to == 0 || p.to == to) && (typ == "" || p.kind() == typ)
 	}
 	count := len(s.m.net)
 	for i, seen := 0, 0; seen < count; seen++ {
@@ -154,7 +167,11 @@ func (s *script) net(d *datadriven.TestData, from, to NodeID, typ string) string
 			i++
 		default:
 			p := s.m.net[i]
-			s.m.trace = append(s.m.trace, fmt.Sprintf("%d g%d %s", p.from, p.gm.Group, describe(p.gm.Message)))
+			if p.beat != nil {
+				s.m.trace = append(s.m.trace, fmt.Sprintf("%d %s->%d", p.from, p.kind(), p.to))
+			} else {
+				s.m.trace = append(s.m.trace, fmt.Sprintf("%d g%d %s%s", p.from, p.gm.Group, describe(p.gm.Message), describeMark(p.gm)))
+			}
 			i++
 		}
 	}
@@ -185,7 +202,7 @@ func (s *script) step(d *datadriven.TestData, n *manualNode, g GroupID) string {
 		m.Context = []byte(ctx)
 	}
 	before := n.host.Stats()
-	n.host.Step([]GroupMessage{{g, m}})
+	n.host.Step([]GroupMessage{{Group: g, Message: m}})
 	after := n.host.Stats()
 	return fmt.Sprintf("dropped: invalid %d, no group %d\n", after.DroppedInvalid-before.DroppedInvalid, after.DroppedNoGroup-before.DroppedNoGroup)
 }
@@ -216,6 +233,23 @@ func (s *script) result(id string) string {
 	default:
 		return "waits\n"
 	}
+}
+
+// quiesced tells of each replica whether it ticks.
+func (s *script) quiesced() string {
+	var b strings.Builder
+	for _, id := range s.m.ids() {
+		n := s.m.nodes[id]
+		if n.host == nil {
+			fmt.Fprintf(&b, "%d down\n", id)
+			continue
+		}
+		for _, g := range s.m.groups {
+			st := n.group(g).Status()
+			fmt.Fprintf(&b, "%d g%d lead %d quiesced %t\n", id, g, st.Leader, st.Quiesced)
+		}
+	}
+	return b.String()
 }
 
 func (s *script) status() string {

@@ -6,6 +6,8 @@ import "sync/atomic"
 type Stats struct {
 	Groups  int
 	Leading int
+	// Quiesced groups have no tick due.
+	Quiesced int
 
 	LogBatches      uint64 // written
 	LogSyncs        uint64 // of these, synced
@@ -33,7 +35,11 @@ type Stats struct {
 	SnapshotsGot    uint64
 	Truncations     uint64
 	DiskStalls      uint64 // ticks during which one batch took longer than an election
-	Handovers       uint64 // times that a worker had to finish a group's work
+	Wakes           uint64 // times that a quiesced group woke
+	// NodeHeartbeats are no messages of groups, and not counted among them.
+	NodeHeartbeatsIn  uint64
+	NodeHeartbeatsOut uint64
+	Handovers         uint64 // times that a worker had to finish a group's work
 }
 
 type counters struct {
@@ -44,7 +50,7 @@ type counters struct {
 	messagesIn, messagesOut, sendCalls                       atomic.Uint64
 	droppedFull, droppedInvalid, droppedNoGroup              atomic.Uint64
 	snapsSent, snapsFailed, snapsGot, truncations, handovers atomic.Uint64
-	diskStalls                                               atomic.Uint64
+	diskStalls, wakes, nodeHeartbeatsIn, nodeHeartbeatsOut   atomic.Uint64
 }
 
 // Stats reads the counters.
@@ -60,12 +66,16 @@ func (h *Host) Stats() Stats {
 		MessagesIn: c.messagesIn.Load(), MessagesOut: c.messagesOut.Load(), SendCalls: c.sendCalls.Load(),
 		DroppedFull: c.droppedFull.Load(), DroppedInvalid: c.droppedInvalid.Load(), DroppedNoGroup: c.droppedNoGroup.Load(),
 		SnapshotsSent: c.snapsSent.Load(), SnapshotsFailed: c.snapsFailed.Load(), SnapshotsGot: c.snapsGot.Load(),
-		Truncations: c.truncations.Load(), DiskStalls: c.diskStalls.Load(), Handovers: c.handovers.Load(),
+		Truncations: c.truncations.Load(), DiskStalls: c.diskStalls.Load(), Handovers: c.handovers.Load(), Wakes: c.wakes.Load(),
+		NodeHeartbeatsIn: c.nodeHeartbeatsIn.Load(), NodeHeartbeatsOut: c.nodeHeartbeatsOut.Load(),
 	}
 	for _, g := range h.groupList() {
 		s.Groups++
 		if g.role.Load().Leading {
 			s.Leading++
+		}
+		if g.quiesced.Load() != 0 {
+			s.Quiesced++
 		}
 	}
 	return s

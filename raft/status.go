@@ -15,6 +15,7 @@ type Status struct {
 	Leader     NodeID // 0: unknown
 	Term       uint64
 	Leading    bool
+	Quiesced   bool // see quiesce.go
 	Commit     uint64
 	Applied    uint64
 	FirstIndex uint64 // of the log
@@ -33,7 +34,7 @@ type FollowerProgress struct {
 	Match    uint64 // it has the log up to here
 	Next     uint64
 	Learner  bool
-	Active   bool // heard of in this term, within the last election timeout
+	Active   bool // heard within the last election timeout: in this term, or its node while quiesced
 	Snapshot bool // it is being sent a snapshot
 }
 
@@ -41,7 +42,7 @@ type FollowerProgress struct {
 func (g *Group) Status() Status {
 	r, conf := g.role.Load(), g.config.Load()
 	s := Status{
-		ID: g.id, Leader: r.Leader, Term: r.Term, Leading: r.Leading,
+		ID: g.id, Quiesced: g.quiesced.Load() != 0, Leader: r.Leader, Term: r.Term, Leading: r.Leading,
 		Commit: g.commit.Load(), Applied: g.applied.Load(),
 		ConfigID: conf.id, Conf: conf.conf, ConfigSince: conf.since,
 	}

@@ -79,6 +79,10 @@ type Config struct {
 	// an election (the real time-out is random between one and two times that).
 	TickInterval  time.Duration
 	ElectionTicks int
+	// QuiesceTicks without anything to do, and a group sends no more heartbeats of its own
+	// until there is: those between the nodes stand for them. Default: ElectionTicks; below
+	// 0: never.
+	QuiesceTicks int
 
 	// LogRetainEntries and LogRetainBytes, for each shard, stay in the Raft log behind
 	// what is applied, whichever is reached first: a follower that was away for longer
@@ -156,6 +160,9 @@ func (c Config) withDefaults() Config {
 	}
 	if c.ElectionTicks == 0 {
 		c.ElectionTicks = 10
+	}
+	if c.QuiesceTicks == 0 {
+		c.QuiesceTicks = c.ElectionTicks
 	}
 	if c.LogRetainBytes == 0 {
 		c.LogRetainBytes = max(4<<20, (512<<20)/uint64(c.Shards))

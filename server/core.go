@@ -38,19 +38,25 @@ type CoreConfig struct {
 	// Send carries Raft's messages. They are the receiver's from then on; it must not
 	// call back.
 	Send func(to raft.NodeID, msgs []raft.GroupMessage)
+	// SendHeartbeat carries the nodes' own heartbeats; it must not call back either.
+	SendHeartbeat func(to raft.NodeID, hb raft.NodeHeartbeat)
 	// Dial gives the way to the services of another node, for snapshots.
 	Dial func(to raft.NodeID) (grpc.ClientConnInterface, error)
 	// OnStore is arena.Config's.
 	OnStore func(inRecord bool)
 }
 
-// coreTransport sends snapshots as every node does, and messages by the owner's hand.
+// coreTransport sends snapshots as every node does, and the rest by the owner's hand.
 type coreTransport struct {
 	*peers
-	send func(to raft.NodeID, msgs []raft.GroupMessage)
+	cfg *CoreConfig
 }
 
-func (t coreTransport) Send(to raft.NodeID, msgs []raft.GroupMessage) { t.send(to, msgs) }
+func (t coreTransport) Send(to raft.NodeID, msgs []raft.GroupMessage) { t.cfg.Send(to, msgs) }
+
+func (t coreTransport) SendHeartbeat(to raft.NodeID, hb raft.NodeHeartbeat) {
+	t.cfg.SendHeartbeat(to, hb)
+}
 
 // OpenCore opens storage, memory and groups from what cfg.FS has.
 func OpenCore(cfg CoreConfig) (*Core, error) {
@@ -60,7 +66,7 @@ func OpenCore(cfg CoreConfig) (*Core, error) {
 	n := newNode(cfg.Config.withDefaults(), cfg.BootID)
 	n.core = &cfg
 	n.peers.dial = cfg.Dial
-	n.transport = coreTransport{n.peers, cfg.Send}
+	n.transport = coreTransport{n.peers, &cfg}
 	n.advertise = n.cfg.ListenAddr
 	n.identity.Store(&identity{manifest: cfg.Manifest, nodeID: cfg.NodeID, active: true, opened: cfg.Reopened})
 	c := &Core{n: n}

@@ -394,7 +394,8 @@ const holdDelay = 2 * time.Millisecond
 func (n *Node) openGroups() (err error) {
 	hosting := raft.Config{
 		NodeID: raft.NodeID(n.id()), Log: logStore{n.engine}, Transport: n.transport, Clock: n.cfg.Clock, Logger: n.log,
-		TickInterval: n.cfg.TickInterval, ElectionTicks: n.cfg.ElectionTicks, CommitDelay: commitDelay, HoldDelay: holdDelay,
+		TickInterval: n.cfg.TickInterval, ElectionTicks: n.cfg.ElectionTicks, QuiesceTicks: max(n.cfg.QuiesceTicks, 0),
+		CommitDelay: commitDelay, HoldDelay: holdDelay,
 		LogRetainEntries: n.cfg.LogRetainEntries, LogRetainBytes: n.cfg.LogRetainBytes,
 		DiskLow: func() bool { return n.disk.refusal() != "" },
 		Hooks: raft.Hooks{

@@ -174,6 +174,18 @@ func (p *peers) Send(to raft.NodeID, msgs []raft.GroupMessage) {
 	}
 }
 
+// SendHeartbeat implements raft.Transport. One that still waits is replaced.
+func (p *peers) SendHeartbeat(to raft.NodeID, hb raft.NodeHeartbeat) {
+	l := p.link(to)
+	if l == nil {
+		return
+	}
+	l.mu.Lock()
+	l.mu.heartbeat = &kvdv1.NodeHeartbeat{Boot: hb.Boot}
+	l.mu.Unlock()
+	l.wakeUp()
+}
+
 // isUp is told that a node has just reached this one. A node that comes back is
 // spoken to at once then, and not when the pauses are over that grew while it was
 // away: it would miss its leader for as long.
@@ -223,6 +235,15 @@ type link struct {
 		sync.Mutex
 		queue []*kvdv1.GroupMessage
 		bytes int
+		// heartbeat goes before the queue; nil: none is due.
+		heartbeat *kvdv1.NodeHeartbeat
+	}
+}
+
+func (l *link) wakeUp() {
+	select {
+	case l.wake <- struct{}{}:
+	default:
 	}
 }
 
@@ -236,7 +257,7 @@ func (l *link) enqueue(msgs []raft.GroupMessage) bool {
 			panic(fmt.Sprintf("server: encode raft message: %v", err)) // bug: raft's own messages encode
 		}
 		size += len(b) + 16
-		encoded = append(encoded, &kvdv1.GroupMessage{Group: uint64(m.Group), Message: b})
+		encoded = append(encoded, &kvdv1.GroupMessage{Group: uint64(m.Group), Message: b, Quiesce: m.Quiesce})
 	}
 	l.mu.Lock()
 	full := l.mu.bytes+size > queueLimit && l.mu.bytes > 0
@@ -248,15 +269,12 @@ func (l *link) enqueue(msgs []raft.GroupMessage) bool {
 	if full {
 		return false
 	}
-	select {
-	case l.wake <- struct{}{}:
-	default:
-	}
+	l.wakeUp()
 	return true
 }
 
-// take removes a batch from the queue.
-func (l *link) take() []*kvdv1.GroupMessage {
+// take removes a batch from the queue; nil: there is nothing to send.
+func (l *link) take() *kvdv1.RaftBatch {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	size, n := 0, 0
@@ -264,7 +282,11 @@ func (l *link) take() []*kvdv1.GroupMessage {
 		size += len(l.mu.queue[n].GetMessage()) + 16
 		n++
 	}
-	batch := l.mu.queue[:n:n]
+	if n == 0 && l.mu.heartbeat == nil {
+		return nil
+	}
+	batch := &kvdv1.RaftBatch{Messages: l.mu.queue[:n:n], Heartbeat: l.mu.heartbeat}
+	l.mu.heartbeat = nil
 	l.mu.queue = l.mu.queue[n:]
 	l.mu.bytes -= size
 	if len(l.mu.queue) == 0 {
@@ -276,7 +298,7 @@ func (l *link) take() []*kvdv1.GroupMessage {
 func (l *link) clear() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.mu.queue, l.mu.bytes = nil, 0
+	l.mu.queue, l.mu.bytes, l.mu.heartbeat = nil, 0, nil
 }
 
 // run keeps a stream to the peer for as long as the node lives.
@@ -357,8 +379,8 @@ func (l *link) stream(ctx context.Context) error {
 		case <-ctx.Done():
 			return ctx.Err()
 		}
-		for batch := l.take(); len(batch) > 0; batch = l.take() {
-			if err := s.Send(&kvdv1.RaftBatch{Messages: batch}); err != nil {
+		for batch := l.take(); batch != nil; batch = l.take() {
+			if err := s.Send(batch); err != nil {
 				return <-ended
 			}
 		}

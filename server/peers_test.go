@@ -407,14 +407,14 @@ func TestLinkQueue(t *testing.T) {
 	}
 	require.True(t, l.enqueue([]raft.GroupMessage{message(1, queueLimit+1)}), "one may be larger")
 	require.False(t, l.enqueue([]raft.GroupMessage{message(2, 1)}))
-	require.Len(t, l.take(), 1)
-	require.Empty(t, l.take())
+	require.Len(t, l.take().GetMessages(), 1)
+	require.Nil(t, l.take())
 	require.Zero(t, l.mu.bytes)
 	for i := range uint64(10) {
 		require.True(t, l.enqueue([]raft.GroupMessage{message(i, batchLimit/3)}))
 	}
 	for next, want := uint64(0), []int{3, 3, 3, 1}; len(want) > 0; want = want[1:] {
-		batch := l.take()
+		batch := l.take().GetMessages()
 		require.Len(t, batch, want[0])
 		for _, m := range batch {
 			require.Equal(t, next, m.GetGroup())
@@ -424,8 +424,37 @@ func TestLinkQueue(t *testing.T) {
 	require.Zero(t, l.mu.bytes)
 	require.True(t, l.enqueue([]raft.GroupMessage{message(1, 1)}))
 	l.clear()
-	require.Empty(t, l.take())
+	require.Nil(t, l.take())
 	require.Len(t, l.wake, 1)
+}
+
+// A heartbeat overtakes what waits for the peer, and is not kept for a new stream.
+func TestLinkHeartbeat(t *testing.T) {
+	p := &peers{}
+	l := &link{wake: make(chan struct{}, 1)}
+	p.mu.links = map[raft.NodeID]*link{2: l}
+	for i := range 3 {
+		require.True(t, l.enqueue([]raft.GroupMessage{{Group: 1, Message: &raftpb.Message{Context: make([]byte, batchLimit)}, Quiesce: uint64(i)}}))
+	}
+	p.SendHeartbeat(2, raft.NodeHeartbeat{Boot: 6})
+	p.SendHeartbeat(2, raft.NodeHeartbeat{Boot: 7})
+	require.Len(t, l.wake, 1)
+	for i := range 3 {
+		b := l.take()
+		require.Len(t, b.GetMessages(), 1)
+		require.EqualValues(t, i, b.GetMessages()[0].GetQuiesce())
+		require.Equal(t, i == 0, b.GetHeartbeat().GetBoot() == 7, "batch %d: %v", i, b.GetHeartbeat())
+	}
+	require.Nil(t, l.take())
+	<-l.wake
+	p.SendHeartbeat(2, raft.NodeHeartbeat{Boot: 8})
+	require.Len(t, l.wake, 1, "it is sent with nothing else to send")
+	b := l.take()
+	require.Empty(t, b.GetMessages())
+	require.EqualValues(t, 8, b.GetHeartbeat().GetBoot())
+	p.SendHeartbeat(2, raft.NodeHeartbeat{Boot: 9})
+	l.clear()
+	require.Nil(t, l.take())
 }
 
 // The hash covers where one item ends and the next begins.

@@ -83,6 +83,9 @@ func (n *Node) receive(s kvdv1.Peer_RaftServer, from uint64) error {
 		if err != nil {
 			return err
 		}
+		if hb := batch.GetHeartbeat(); hb != nil {
+			n.host.Heartbeat(raft.NodeID(from), raft.NodeHeartbeat{Boot: hb.GetBoot()})
+		}
 		msgs := make([]raft.GroupMessage, 0, len(batch.GetMessages()))
 		for _, gm := range batch.GetMessages() {
 			m := &raftpb.Message{}
@@ -95,8 +98,10 @@ func (n *Node) receive(s kvdv1.Peer_RaftServer, from uint64) error {
 			if m.GetType() == raftpb.MessageType_MsgSnap {
 				return status.Errorf(codes.InvalidArgument, "node %d sent a snapshot in the message stream", from)
 			}
-			msgs = append(msgs, raft.GroupMessage{Group: raft.GroupID(gm.GetGroup()), Message: m})
+			msgs = append(msgs, raft.GroupMessage{Group: raft.GroupID(gm.GetGroup()), Message: m, Quiesce: gm.GetQuiesce()})
 		}
-		n.host.Step(msgs)
+		if len(msgs) > 0 {
+			n.host.Step(msgs)
+		}
 	}
 }

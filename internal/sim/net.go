@@ -408,14 +408,14 @@ func (n *node) sendRaft(b *boot, to raft.NodeID, msgs []raft.GroupMessage) {
 	}
 	s := n.s
 	for _, gm := range msgs {
-		m := proto.Clone(gm.Message).(*raftpb.Message)
-		what := fmt.Sprintf("g%d %v term %d index %d commit %d entries %d", gm.Group, m.GetType(), m.GetTerm(), m.GetIndex(), m.GetCommit(), len(m.GetEntries()))
+		m, quiesce := proto.Clone(gm.Message).(*raftpb.Message), gm.Quiesce
+		what := fmt.Sprintf("g%d %v term %d index %d commit %d entries %d mark %d", gm.Group, m.GetType(), m.GetTerm(), m.GetIndex(), m.GetCommit(), len(m.GetEntries()), quiesce)
 		s.mail.post(&packet{
 			from: n.id, to: int(to), what: "raft",
 			arrive: func() {
 				s.note("%s", what)
 				if o := s.node(int(to)); o.boot != nil {
-					o.boot.core.Host().Step([]raft.GroupMessage{{Group: gm.Group, Message: m}})
+					o.boot.core.Host().Step([]raft.GroupMessage{{Group: gm.Group, Message: m, Quiesce: quiesce}})
 				}
 			},
 			lose: func() {
@@ -425,4 +425,21 @@ func (n *node) sendRaft(b *boot, to raft.NodeID, msgs []raft.GroupMessage) {
 			},
 		})
 	}
+}
+
+// sendHeartbeat is the transport of the nodes' own heartbeats.
+func (n *node) sendHeartbeat(b *boot, to raft.NodeID, hb raft.NodeHeartbeat) {
+	if b.dead.Load() {
+		return
+	}
+	s := n.s
+	s.mail.post(&packet{
+		from: n.id, to: int(to), what: "heartbeat",
+		arrive: func() {
+			s.note("node %d lives", n.id)
+			if o := s.node(int(to)); o.boot != nil {
+				o.boot.core.Host().Heartbeat(raft.NodeID(n.id), hb)
+			}
+		},
+	})
 }

@@ -92,8 +92,9 @@ func (n *node) start() {
 			HostID: n.host(),
 		},
 		Manifest: s.manifest, Reopened: n.opened, BootID: s.rnd.Uint64() | 1, Seed: s.rnd.Uint64() | 1,
-		Send:    func(to raft.NodeID, msgs []raft.GroupMessage) { n.sendRaft(b, to, msgs) },
-		OnStore: func(inRecord bool) { s.between(b, inRecord) },
+		Send:          func(to raft.NodeID, msgs []raft.GroupMessage) { n.sendRaft(b, to, msgs) },
+		SendHeartbeat: func(to raft.NodeID, hb raft.NodeHeartbeat) { n.sendHeartbeat(b, to, hb) },
+		OnStore:       func(inRecord bool) { s.between(b, inRecord) },
 		Dial: func(to raft.NodeID) (grpc.ClientConnInterface, error) {
 			return wire{s: s, from: n.id, to: int(to)}, nil
 		},

@@ -601,6 +601,7 @@ type RaftBatch struct {
 	From          *Identity              `protobuf:"bytes,1,opt,name=from,proto3" json:"from,omitempty"`                                         // first batch only
 	ToIncarnation uint64                 `protobuf:"varint,2,opt,name=to_incarnation,json=toIncarnation,proto3" json:"to_incarnation,omitempty"` // first batch only
 	Messages      []*GroupMessage        `protobuf:"bytes,3,rep,name=messages,proto3" json:"messages,omitempty"`
+	Heartbeat     *NodeHeartbeat         `protobuf:"bytes,4,opt,name=heartbeat,proto3" json:"heartbeat,omitempty"` // before the messages
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -656,17 +657,74 @@ func (x *RaftBatch) GetMessages() []*GroupMessage {
 	return nil
 }
 
-type GroupMessage struct {
+func (x *RaftBatch) GetHeartbeat() *NodeHeartbeat {
+	if x != nil {
+		return x.Heartbeat
+	}
+	return nil
+}
+
+// NodeHeartbeat says that the sender lives. It stands for the heartbeats of those groups
+// that have nothing to do. A node that sends none, as of an earlier version, answers no
+// mark either, and gets the heartbeats of all groups.
+type NodeHeartbeat struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Group         uint64                 `protobuf:"varint,1,opt,name=group,proto3" json:"group,omitempty"`
-	Message       []byte                 `protobuf:"bytes,2,opt,name=message,proto3" json:"message,omitempty"` // raftpb.Message
+	Boot          uint64                 `protobuf:"fixed64,1,opt,name=boot,proto3" json:"boot,omitempty"` // another one at each start
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NodeHeartbeat) Reset() {
+	*x = NodeHeartbeat{}
+	mi := &file_kvd_v1_peer_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NodeHeartbeat) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NodeHeartbeat) ProtoMessage() {}
+
+func (x *NodeHeartbeat) ProtoReflect() protoreflect.Message {
+	mi := &file_kvd_v1_peer_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NodeHeartbeat.ProtoReflect.Descriptor instead.
+func (*NodeHeartbeat) Descriptor() ([]byte, []int) {
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *NodeHeartbeat) GetBoot() uint64 {
+	if x != nil {
+		return x.Boot
+	}
+	return 0
+}
+
+type GroupMessage struct {
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Group   uint64                 `protobuf:"varint,1,opt,name=group,proto3" json:"group,omitempty"`
+	Message []byte                 `protobuf:"bytes,2,opt,name=message,proto3" json:"message,omitempty"` // raftpb.Message
+	// Of a heartbeat and of its answer: the last index of the sender's log, where nothing is
+	// to be done in the group. When all have answered so no more heartbeats follow.
+	Quiesce       uint64 `protobuf:"varint,3,opt,name=quiesce,proto3" json:"quiesce,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GroupMessage) Reset() {
 	*x = GroupMessage{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[10]
+	mi := &file_kvd_v1_peer_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -678,7 +736,7 @@ func (x *GroupMessage) String() string {
 func (*GroupMessage) ProtoMessage() {}
 
 func (x *GroupMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[10]
+	mi := &file_kvd_v1_peer_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -691,7 +749,7 @@ func (x *GroupMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GroupMessage.ProtoReflect.Descriptor instead.
 func (*GroupMessage) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{10}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *GroupMessage) GetGroup() uint64 {
@@ -708,6 +766,13 @@ func (x *GroupMessage) GetMessage() []byte {
 	return nil
 }
 
+func (x *GroupMessage) GetQuiesce() uint64 {
+	if x != nil {
+		return x.Quiesce
+	}
+	return 0
+}
+
 type RaftAck struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -716,7 +781,7 @@ type RaftAck struct {
 
 func (x *RaftAck) Reset() {
 	*x = RaftAck{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[11]
+	mi := &file_kvd_v1_peer_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -728,7 +793,7 @@ func (x *RaftAck) String() string {
 func (*RaftAck) ProtoMessage() {}
 
 func (x *RaftAck) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[11]
+	mi := &file_kvd_v1_peer_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -741,7 +806,7 @@ func (x *RaftAck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RaftAck.ProtoReflect.Descriptor instead.
 func (*RaftAck) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{11}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{12}
 }
 
 type SnapshotChunk struct {
@@ -755,7 +820,7 @@ type SnapshotChunk struct {
 
 func (x *SnapshotChunk) Reset() {
 	*x = SnapshotChunk{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[12]
+	mi := &file_kvd_v1_peer_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -767,7 +832,7 @@ func (x *SnapshotChunk) String() string {
 func (*SnapshotChunk) ProtoMessage() {}
 
 func (x *SnapshotChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[12]
+	mi := &file_kvd_v1_peer_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -780,7 +845,7 @@ func (x *SnapshotChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotChunk.ProtoReflect.Descriptor instead.
 func (*SnapshotChunk) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{12}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *SnapshotChunk) GetHeader() *SnapshotHeader {
@@ -825,7 +890,7 @@ type SnapshotHeader struct {
 
 func (x *SnapshotHeader) Reset() {
 	*x = SnapshotHeader{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[13]
+	mi := &file_kvd_v1_peer_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -837,7 +902,7 @@ func (x *SnapshotHeader) String() string {
 func (*SnapshotHeader) ProtoMessage() {}
 
 func (x *SnapshotHeader) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[13]
+	mi := &file_kvd_v1_peer_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -850,7 +915,7 @@ func (x *SnapshotHeader) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotHeader.ProtoReflect.Descriptor instead.
 func (*SnapshotHeader) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{13}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *SnapshotHeader) GetFrom() *Identity {
@@ -926,7 +991,7 @@ type SnapshotItem struct {
 
 func (x *SnapshotItem) Reset() {
 	*x = SnapshotItem{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[14]
+	mi := &file_kvd_v1_peer_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -938,7 +1003,7 @@ func (x *SnapshotItem) String() string {
 func (*SnapshotItem) ProtoMessage() {}
 
 func (x *SnapshotItem) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[14]
+	mi := &file_kvd_v1_peer_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -951,7 +1016,7 @@ func (x *SnapshotItem) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotItem.ProtoReflect.Descriptor instead.
 func (*SnapshotItem) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{14}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *SnapshotItem) GetKey() []byte {
@@ -981,7 +1046,7 @@ type SnapshotTrailer struct {
 
 func (x *SnapshotTrailer) Reset() {
 	*x = SnapshotTrailer{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[15]
+	mi := &file_kvd_v1_peer_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -993,7 +1058,7 @@ func (x *SnapshotTrailer) String() string {
 func (*SnapshotTrailer) ProtoMessage() {}
 
 func (x *SnapshotTrailer) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[15]
+	mi := &file_kvd_v1_peer_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1006,7 +1071,7 @@ func (x *SnapshotTrailer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotTrailer.ProtoReflect.Descriptor instead.
 func (*SnapshotTrailer) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{15}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *SnapshotTrailer) GetItems() uint64 {
@@ -1040,7 +1105,7 @@ type SnapshotAck struct {
 
 func (x *SnapshotAck) Reset() {
 	*x = SnapshotAck{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[16]
+	mi := &file_kvd_v1_peer_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1052,7 +1117,7 @@ func (x *SnapshotAck) String() string {
 func (*SnapshotAck) ProtoMessage() {}
 
 func (x *SnapshotAck) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[16]
+	mi := &file_kvd_v1_peer_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1065,7 +1130,7 @@ func (x *SnapshotAck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotAck.ProtoReflect.Descriptor instead.
 func (*SnapshotAck) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{16}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *SnapshotAck) GetInstalled() bool {
@@ -1094,7 +1159,7 @@ type SnapshotProgressRequest struct {
 
 func (x *SnapshotProgressRequest) Reset() {
 	*x = SnapshotProgressRequest{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[17]
+	mi := &file_kvd_v1_peer_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1106,7 +1171,7 @@ func (x *SnapshotProgressRequest) String() string {
 func (*SnapshotProgressRequest) ProtoMessage() {}
 
 func (x *SnapshotProgressRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[17]
+	mi := &file_kvd_v1_peer_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1119,7 +1184,7 @@ func (x *SnapshotProgressRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotProgressRequest.ProtoReflect.Descriptor instead.
 func (*SnapshotProgressRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{17}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *SnapshotProgressRequest) GetFrom() *Identity {
@@ -1161,7 +1226,7 @@ type SnapshotProgressResponse struct {
 
 func (x *SnapshotProgressResponse) Reset() {
 	*x = SnapshotProgressResponse{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[18]
+	mi := &file_kvd_v1_peer_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1173,7 +1238,7 @@ func (x *SnapshotProgressResponse) String() string {
 func (*SnapshotProgressResponse) ProtoMessage() {}
 
 func (x *SnapshotProgressResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[18]
+	mi := &file_kvd_v1_peer_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1186,7 +1251,7 @@ func (x *SnapshotProgressResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotProgressResponse.ProtoReflect.Descriptor instead.
 func (*SnapshotProgressResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{18}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *SnapshotProgressResponse) GetItems() uint64 {
@@ -1222,7 +1287,7 @@ type JoinRequest struct {
 
 func (x *JoinRequest) Reset() {
 	*x = JoinRequest{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[19]
+	mi := &file_kvd_v1_peer_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1234,7 +1299,7 @@ func (x *JoinRequest) String() string {
 func (*JoinRequest) ProtoMessage() {}
 
 func (x *JoinRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[19]
+	mi := &file_kvd_v1_peer_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1247,7 +1312,7 @@ func (x *JoinRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JoinRequest.ProtoReflect.Descriptor instead.
 func (*JoinRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{19}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *JoinRequest) GetNode() *NodeRecord {
@@ -1290,7 +1355,7 @@ type JoinResponse struct {
 
 func (x *JoinResponse) Reset() {
 	*x = JoinResponse{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[20]
+	mi := &file_kvd_v1_peer_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1302,7 +1367,7 @@ func (x *JoinResponse) String() string {
 func (*JoinResponse) ProtoMessage() {}
 
 func (x *JoinResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[20]
+	mi := &file_kvd_v1_peer_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1315,7 +1380,7 @@ func (x *JoinResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JoinResponse.ProtoReflect.Descriptor instead.
 func (*JoinResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{20}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *JoinResponse) GetManifest() *Manifest {
@@ -1355,7 +1420,7 @@ type AnnounceRequest struct {
 
 func (x *AnnounceRequest) Reset() {
 	*x = AnnounceRequest{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[21]
+	mi := &file_kvd_v1_peer_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1367,7 +1432,7 @@ func (x *AnnounceRequest) String() string {
 func (*AnnounceRequest) ProtoMessage() {}
 
 func (x *AnnounceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[21]
+	mi := &file_kvd_v1_peer_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1380,7 +1445,7 @@ func (x *AnnounceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AnnounceRequest.ProtoReflect.Descriptor instead.
 func (*AnnounceRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{21}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *AnnounceRequest) GetNode() *NodeRecord {
@@ -1398,7 +1463,7 @@ type AnnounceResponse struct {
 
 func (x *AnnounceResponse) Reset() {
 	*x = AnnounceResponse{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[22]
+	mi := &file_kvd_v1_peer_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1410,7 +1475,7 @@ func (x *AnnounceResponse) String() string {
 func (*AnnounceResponse) ProtoMessage() {}
 
 func (x *AnnounceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[22]
+	mi := &file_kvd_v1_peer_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1423,7 +1488,7 @@ func (x *AnnounceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AnnounceResponse.ProtoReflect.Descriptor instead.
 func (*AnnounceResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{22}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{23}
 }
 
 type ReplicaRequest struct {
@@ -1443,7 +1508,7 @@ type ReplicaRequest struct {
 
 func (x *ReplicaRequest) Reset() {
 	*x = ReplicaRequest{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[23]
+	mi := &file_kvd_v1_peer_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1455,7 +1520,7 @@ func (x *ReplicaRequest) String() string {
 func (*ReplicaRequest) ProtoMessage() {}
 
 func (x *ReplicaRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[23]
+	mi := &file_kvd_v1_peer_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1468,7 +1533,7 @@ func (x *ReplicaRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReplicaRequest.ProtoReflect.Descriptor instead.
 func (*ReplicaRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{23}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ReplicaRequest) GetFrom() *Identity {
@@ -1524,7 +1589,7 @@ type ReplicaResponse struct {
 
 func (x *ReplicaResponse) Reset() {
 	*x = ReplicaResponse{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[24]
+	mi := &file_kvd_v1_peer_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1536,7 +1601,7 @@ func (x *ReplicaResponse) String() string {
 func (*ReplicaResponse) ProtoMessage() {}
 
 func (x *ReplicaResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[24]
+	mi := &file_kvd_v1_peer_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1549,7 +1614,7 @@ func (x *ReplicaResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReplicaResponse.ProtoReflect.Descriptor instead.
 func (*ReplicaResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{24}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ReplicaResponse) GetExists() bool {
@@ -1583,7 +1648,7 @@ type LoadRequest struct {
 
 func (x *LoadRequest) Reset() {
 	*x = LoadRequest{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[25]
+	mi := &file_kvd_v1_peer_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1595,7 +1660,7 @@ func (x *LoadRequest) String() string {
 func (*LoadRequest) ProtoMessage() {}
 
 func (x *LoadRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[25]
+	mi := &file_kvd_v1_peer_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1608,7 +1673,7 @@ func (x *LoadRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadRequest.ProtoReflect.Descriptor instead.
 func (*LoadRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{25}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *LoadRequest) GetFrom() *Identity {
@@ -1636,7 +1701,7 @@ type LoadResponse struct {
 
 func (x *LoadResponse) Reset() {
 	*x = LoadResponse{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[26]
+	mi := &file_kvd_v1_peer_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1648,7 +1713,7 @@ func (x *LoadResponse) String() string {
 func (*LoadResponse) ProtoMessage() {}
 
 func (x *LoadResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[26]
+	mi := &file_kvd_v1_peer_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1661,7 +1726,7 @@ func (x *LoadResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadResponse.ProtoReflect.Descriptor instead.
 func (*LoadResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{26}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *LoadResponse) GetReplicas() []*ReplicaLoad {
@@ -1689,7 +1754,7 @@ type ConfigurationRequest struct {
 
 func (x *ConfigurationRequest) Reset() {
 	*x = ConfigurationRequest{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[27]
+	mi := &file_kvd_v1_peer_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1701,7 +1766,7 @@ func (x *ConfigurationRequest) String() string {
 func (*ConfigurationRequest) ProtoMessage() {}
 
 func (x *ConfigurationRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[27]
+	mi := &file_kvd_v1_peer_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1714,7 +1779,7 @@ func (x *ConfigurationRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConfigurationRequest.ProtoReflect.Descriptor instead.
 func (*ConfigurationRequest) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{27}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ConfigurationRequest) GetFrom() *Identity {
@@ -1749,7 +1814,7 @@ type ConfigurationResponse struct {
 
 func (x *ConfigurationResponse) Reset() {
 	*x = ConfigurationResponse{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[28]
+	mi := &file_kvd_v1_peer_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1761,7 +1826,7 @@ func (x *ConfigurationResponse) String() string {
 func (*ConfigurationResponse) ProtoMessage() {}
 
 func (x *ConfigurationResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[28]
+	mi := &file_kvd_v1_peer_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1774,7 +1839,7 @@ func (x *ConfigurationResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConfigurationResponse.ProtoReflect.Descriptor instead.
 func (*ConfigurationResponse) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{28}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *ConfigurationResponse) GetSelf() *Identity {
@@ -1802,7 +1867,7 @@ type ReplicaLoad struct {
 
 func (x *ReplicaLoad) Reset() {
 	*x = ReplicaLoad{}
-	mi := &file_kvd_v1_peer_proto_msgTypes[29]
+	mi := &file_kvd_v1_peer_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1814,7 +1879,7 @@ func (x *ReplicaLoad) String() string {
 func (*ReplicaLoad) ProtoMessage() {}
 
 func (x *ReplicaLoad) ProtoReflect() protoreflect.Message {
-	mi := &file_kvd_v1_peer_proto_msgTypes[29]
+	mi := &file_kvd_v1_peer_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1827,7 +1892,7 @@ func (x *ReplicaLoad) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReplicaLoad.ProtoReflect.Descriptor instead.
 func (*ReplicaLoad) Descriptor() ([]byte, []int) {
-	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{29}
+	return file_kvd_v1_peer_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *ReplicaLoad) GetReport() *ShardReport {
@@ -1899,14 +1964,18 @@ const file_kvd_v1_peer_proto_rawDesc = "" +
 	"\x0fActivateRequest\x12\x1d\n" +
 	"\n" +
 	"cluster_id\x18\x01 \x01(\tR\tclusterId\"\x12\n" +
-	"\x10ActivateResponse\"\x8a\x01\n" +
+	"\x10ActivateResponse\"\xbf\x01\n" +
 	"\tRaftBatch\x12$\n" +
 	"\x04from\x18\x01 \x01(\v2\x10.kvd.v1.IdentityR\x04from\x12%\n" +
 	"\x0eto_incarnation\x18\x02 \x01(\x04R\rtoIncarnation\x120\n" +
-	"\bmessages\x18\x03 \x03(\v2\x14.kvd.v1.GroupMessageR\bmessages\">\n" +
+	"\bmessages\x18\x03 \x03(\v2\x14.kvd.v1.GroupMessageR\bmessages\x123\n" +
+	"\theartbeat\x18\x04 \x01(\v2\x15.kvd.v1.NodeHeartbeatR\theartbeat\"#\n" +
+	"\rNodeHeartbeat\x12\x12\n" +
+	"\x04boot\x18\x01 \x01(\x06R\x04boot\"X\n" +
 	"\fGroupMessage\x12\x14\n" +
 	"\x05group\x18\x01 \x01(\x04R\x05group\x12\x18\n" +
-	"\amessage\x18\x02 \x01(\fR\amessage\"\t\n" +
+	"\amessage\x18\x02 \x01(\fR\amessage\x12\x18\n" +
+	"\aquiesce\x18\x03 \x01(\x04R\aquiesce\"\t\n" +
 	"\aRaftAck\"\x9e\x01\n" +
 	"\rSnapshotChunk\x12.\n" +
 	"\x06header\x18\x01 \x01(\v2\x16.kvd.v1.SnapshotHeaderR\x06header\x12*\n" +
@@ -2012,7 +2081,7 @@ func file_kvd_v1_peer_proto_rawDescGZIP() []byte {
 	return file_kvd_v1_peer_proto_rawDescData
 }
 
-var file_kvd_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 30)
+var file_kvd_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 31)
 var file_kvd_v1_peer_proto_goTypes = []any{
 	(*Identity)(nil),                 // 0: kvd.v1.Identity
 	(*HelloRequest)(nil),             // 1: kvd.v1.HelloRequest
@@ -2024,81 +2093,83 @@ var file_kvd_v1_peer_proto_goTypes = []any{
 	(*ActivateRequest)(nil),          // 7: kvd.v1.ActivateRequest
 	(*ActivateResponse)(nil),         // 8: kvd.v1.ActivateResponse
 	(*RaftBatch)(nil),                // 9: kvd.v1.RaftBatch
-	(*GroupMessage)(nil),             // 10: kvd.v1.GroupMessage
-	(*RaftAck)(nil),                  // 11: kvd.v1.RaftAck
-	(*SnapshotChunk)(nil),            // 12: kvd.v1.SnapshotChunk
-	(*SnapshotHeader)(nil),           // 13: kvd.v1.SnapshotHeader
-	(*SnapshotItem)(nil),             // 14: kvd.v1.SnapshotItem
-	(*SnapshotTrailer)(nil),          // 15: kvd.v1.SnapshotTrailer
-	(*SnapshotAck)(nil),              // 16: kvd.v1.SnapshotAck
-	(*SnapshotProgressRequest)(nil),  // 17: kvd.v1.SnapshotProgressRequest
-	(*SnapshotProgressResponse)(nil), // 18: kvd.v1.SnapshotProgressResponse
-	(*JoinRequest)(nil),              // 19: kvd.v1.JoinRequest
-	(*JoinResponse)(nil),             // 20: kvd.v1.JoinResponse
-	(*AnnounceRequest)(nil),          // 21: kvd.v1.AnnounceRequest
-	(*AnnounceResponse)(nil),         // 22: kvd.v1.AnnounceResponse
-	(*ReplicaRequest)(nil),           // 23: kvd.v1.ReplicaRequest
-	(*ReplicaResponse)(nil),          // 24: kvd.v1.ReplicaResponse
-	(*LoadRequest)(nil),              // 25: kvd.v1.LoadRequest
-	(*LoadResponse)(nil),             // 26: kvd.v1.LoadResponse
-	(*ConfigurationRequest)(nil),     // 27: kvd.v1.ConfigurationRequest
-	(*ConfigurationResponse)(nil),    // 28: kvd.v1.ConfigurationResponse
-	(*ReplicaLoad)(nil),              // 29: kvd.v1.ReplicaLoad
-	(*NodeRecord)(nil),               // 30: kvd.v1.NodeRecord
-	(*ShardReport)(nil),              // 31: kvd.v1.ShardReport
+	(*NodeHeartbeat)(nil),            // 10: kvd.v1.NodeHeartbeat
+	(*GroupMessage)(nil),             // 11: kvd.v1.GroupMessage
+	(*RaftAck)(nil),                  // 12: kvd.v1.RaftAck
+	(*SnapshotChunk)(nil),            // 13: kvd.v1.SnapshotChunk
+	(*SnapshotHeader)(nil),           // 14: kvd.v1.SnapshotHeader
+	(*SnapshotItem)(nil),             // 15: kvd.v1.SnapshotItem
+	(*SnapshotTrailer)(nil),          // 16: kvd.v1.SnapshotTrailer
+	(*SnapshotAck)(nil),              // 17: kvd.v1.SnapshotAck
+	(*SnapshotProgressRequest)(nil),  // 18: kvd.v1.SnapshotProgressRequest
+	(*SnapshotProgressResponse)(nil), // 19: kvd.v1.SnapshotProgressResponse
+	(*JoinRequest)(nil),              // 20: kvd.v1.JoinRequest
+	(*JoinResponse)(nil),             // 21: kvd.v1.JoinResponse
+	(*AnnounceRequest)(nil),          // 22: kvd.v1.AnnounceRequest
+	(*AnnounceResponse)(nil),         // 23: kvd.v1.AnnounceResponse
+	(*ReplicaRequest)(nil),           // 24: kvd.v1.ReplicaRequest
+	(*ReplicaResponse)(nil),          // 25: kvd.v1.ReplicaResponse
+	(*LoadRequest)(nil),              // 26: kvd.v1.LoadRequest
+	(*LoadResponse)(nil),             // 27: kvd.v1.LoadResponse
+	(*ConfigurationRequest)(nil),     // 28: kvd.v1.ConfigurationRequest
+	(*ConfigurationResponse)(nil),    // 29: kvd.v1.ConfigurationResponse
+	(*ReplicaLoad)(nil),              // 30: kvd.v1.ReplicaLoad
+	(*NodeRecord)(nil),               // 31: kvd.v1.NodeRecord
+	(*ShardReport)(nil),              // 32: kvd.v1.ShardReport
 }
 var file_kvd_v1_peer_proto_depIdxs = []int32{
 	0,  // 0: kvd.v1.HelloRequest.from:type_name -> kvd.v1.Identity
 	0,  // 1: kvd.v1.HelloResponse.self:type_name -> kvd.v1.Identity
-	30, // 2: kvd.v1.HelloResponse.nodes:type_name -> kvd.v1.NodeRecord
+	31, // 2: kvd.v1.HelloResponse.nodes:type_name -> kvd.v1.NodeRecord
 	4,  // 3: kvd.v1.Manifest.nodes:type_name -> kvd.v1.ManifestNode
 	3,  // 4: kvd.v1.AdoptRequest.manifest:type_name -> kvd.v1.Manifest
 	0,  // 5: kvd.v1.RaftBatch.from:type_name -> kvd.v1.Identity
-	10, // 6: kvd.v1.RaftBatch.messages:type_name -> kvd.v1.GroupMessage
-	13, // 7: kvd.v1.SnapshotChunk.header:type_name -> kvd.v1.SnapshotHeader
-	14, // 8: kvd.v1.SnapshotChunk.items:type_name -> kvd.v1.SnapshotItem
-	15, // 9: kvd.v1.SnapshotChunk.trailer:type_name -> kvd.v1.SnapshotTrailer
-	0,  // 10: kvd.v1.SnapshotHeader.from:type_name -> kvd.v1.Identity
-	0,  // 11: kvd.v1.SnapshotProgressRequest.from:type_name -> kvd.v1.Identity
-	30, // 12: kvd.v1.JoinRequest.node:type_name -> kvd.v1.NodeRecord
-	3,  // 13: kvd.v1.JoinResponse.manifest:type_name -> kvd.v1.Manifest
-	30, // 14: kvd.v1.JoinResponse.nodes:type_name -> kvd.v1.NodeRecord
-	30, // 15: kvd.v1.AnnounceRequest.node:type_name -> kvd.v1.NodeRecord
-	0,  // 16: kvd.v1.ReplicaRequest.from:type_name -> kvd.v1.Identity
-	0,  // 17: kvd.v1.LoadRequest.from:type_name -> kvd.v1.Identity
-	29, // 18: kvd.v1.LoadResponse.replicas:type_name -> kvd.v1.ReplicaLoad
-	0,  // 19: kvd.v1.LoadResponse.self:type_name -> kvd.v1.Identity
-	0,  // 20: kvd.v1.ConfigurationRequest.from:type_name -> kvd.v1.Identity
-	0,  // 21: kvd.v1.ConfigurationResponse.self:type_name -> kvd.v1.Identity
-	31, // 22: kvd.v1.ConfigurationResponse.report:type_name -> kvd.v1.ShardReport
-	31, // 23: kvd.v1.ReplicaLoad.report:type_name -> kvd.v1.ShardReport
-	1,  // 24: kvd.v1.Peer.Hello:input_type -> kvd.v1.HelloRequest
-	5,  // 25: kvd.v1.Peer.Adopt:input_type -> kvd.v1.AdoptRequest
-	7,  // 26: kvd.v1.Peer.Activate:input_type -> kvd.v1.ActivateRequest
-	9,  // 27: kvd.v1.Peer.Raft:input_type -> kvd.v1.RaftBatch
-	12, // 28: kvd.v1.Peer.Snapshot:input_type -> kvd.v1.SnapshotChunk
-	17, // 29: kvd.v1.Peer.SnapshotProgress:input_type -> kvd.v1.SnapshotProgressRequest
-	19, // 30: kvd.v1.Peer.Join:input_type -> kvd.v1.JoinRequest
-	21, // 31: kvd.v1.Peer.Announce:input_type -> kvd.v1.AnnounceRequest
-	23, // 32: kvd.v1.Peer.Replica:input_type -> kvd.v1.ReplicaRequest
-	25, // 33: kvd.v1.Peer.Load:input_type -> kvd.v1.LoadRequest
-	27, // 34: kvd.v1.Peer.Configuration:input_type -> kvd.v1.ConfigurationRequest
-	2,  // 35: kvd.v1.Peer.Hello:output_type -> kvd.v1.HelloResponse
-	6,  // 36: kvd.v1.Peer.Adopt:output_type -> kvd.v1.AdoptResponse
-	8,  // 37: kvd.v1.Peer.Activate:output_type -> kvd.v1.ActivateResponse
-	11, // 38: kvd.v1.Peer.Raft:output_type -> kvd.v1.RaftAck
-	16, // 39: kvd.v1.Peer.Snapshot:output_type -> kvd.v1.SnapshotAck
-	18, // 40: kvd.v1.Peer.SnapshotProgress:output_type -> kvd.v1.SnapshotProgressResponse
-	20, // 41: kvd.v1.Peer.Join:output_type -> kvd.v1.JoinResponse
-	22, // 42: kvd.v1.Peer.Announce:output_type -> kvd.v1.AnnounceResponse
-	24, // 43: kvd.v1.Peer.Replica:output_type -> kvd.v1.ReplicaResponse
-	26, // 44: kvd.v1.Peer.Load:output_type -> kvd.v1.LoadResponse
-	28, // 45: kvd.v1.Peer.Configuration:output_type -> kvd.v1.ConfigurationResponse
-	35, // [35:46] is the sub-list for method output_type
-	24, // [24:35] is the sub-list for method input_type
-	24, // [24:24] is the sub-list for extension type_name
-	24, // [24:24] is the sub-list for extension extendee
-	0,  // [0:24] is the sub-list for field type_name
+	11, // 6: kvd.v1.RaftBatch.messages:type_name -> kvd.v1.GroupMessage
+	10, // 7: kvd.v1.RaftBatch.heartbeat:type_name -> kvd.v1.NodeHeartbeat
+	14, // 8: kvd.v1.SnapshotChunk.header:type_name -> kvd.v1.SnapshotHeader
+	15, // 9: kvd.v1.SnapshotChunk.items:type_name -> kvd.v1.SnapshotItem
+	16, // 10: kvd.v1.SnapshotChunk.trailer:type_name -> kvd.v1.SnapshotTrailer
+	0,  // 11: kvd.v1.SnapshotHeader.from:type_name -> kvd.v1.Identity
+	0,  // 12: kvd.v1.SnapshotProgressRequest.from:type_name -> kvd.v1.Identity
+	31, // 13: kvd.v1.JoinRequest.node:type_name -> kvd.v1.NodeRecord
+	3,  // 14: kvd.v1.JoinResponse.manifest:type_name -> kvd.v1.Manifest
+	31, // 15: kvd.v1.JoinResponse.nodes:type_name -> kvd.v1.NodeRecord
+	31, // 16: kvd.v1.AnnounceRequest.node:type_name -> kvd.v1.NodeRecord
+	0,  // 17: kvd.v1.ReplicaRequest.from:type_name -> kvd.v1.Identity
+	0,  // 18: kvd.v1.LoadRequest.from:type_name -> kvd.v1.Identity
+	30, // 19: kvd.v1.LoadResponse.replicas:type_name -> kvd.v1.ReplicaLoad
+	0,  // 20: kvd.v1.LoadResponse.self:type_name -> kvd.v1.Identity
+	0,  // 21: kvd.v1.ConfigurationRequest.from:type_name -> kvd.v1.Identity
+	0,  // 22: kvd.v1.ConfigurationResponse.self:type_name -> kvd.v1.Identity
+	32, // 23: kvd.v1.ConfigurationResponse.report:type_name -> kvd.v1.ShardReport
+	32, // 24: kvd.v1.ReplicaLoad.report:type_name -> kvd.v1.ShardReport
+	1,  // 25: kvd.v1.Peer.Hello:input_type -> kvd.v1.HelloRequest
+	5,  // 26: kvd.v1.Peer.Adopt:input_type -> kvd.v1.AdoptRequest
+	7,  // 27: kvd.v1.Peer.Activate:input_type -> kvd.v1.ActivateRequest
+	9,  // 28: kvd.v1.Peer.Raft:input_type -> kvd.v1.RaftBatch
+	13, // 29: kvd.v1.Peer.Snapshot:input_type -> kvd.v1.SnapshotChunk
+	18, // 30: kvd.v1.Peer.SnapshotProgress:input_type -> kvd.v1.SnapshotProgressRequest
+	20, // 31: kvd.v1.Peer.Join:input_type -> kvd.v1.JoinRequest
+	22, // 32: kvd.v1.Peer.Announce:input_type -> kvd.v1.AnnounceRequest
+	24, // 33: kvd.v1.Peer.Replica:input_type -> kvd.v1.ReplicaRequest
+	26, // 34: kvd.v1.Peer.Load:input_type -> kvd.v1.LoadRequest
+	28, // 35: kvd.v1.Peer.Configuration:input_type -> kvd.v1.ConfigurationRequest
+	2,  // 36: kvd.v1.Peer.Hello:output_type -> kvd.v1.HelloResponse
+	6,  // 37: kvd.v1.Peer.Adopt:output_type -> kvd.v1.AdoptResponse
+	8,  // 38: kvd.v1.Peer.Activate:output_type -> kvd.v1.ActivateResponse
+	12, // 39: kvd.v1.Peer.Raft:output_type -> kvd.v1.RaftAck
+	17, // 40: kvd.v1.Peer.Snapshot:output_type -> kvd.v1.SnapshotAck
+	19, // 41: kvd.v1.Peer.SnapshotProgress:output_type -> kvd.v1.SnapshotProgressResponse
+	21, // 42: kvd.v1.Peer.Join:output_type -> kvd.v1.JoinResponse
+	23, // 43: kvd.v1.Peer.Announce:output_type -> kvd.v1.AnnounceResponse
+	25, // 44: kvd.v1.Peer.Replica:output_type -> kvd.v1.ReplicaResponse
+	27, // 45: kvd.v1.Peer.Load:output_type -> kvd.v1.LoadResponse
+	29, // 46: kvd.v1.Peer.Configuration:output_type -> kvd.v1.ConfigurationResponse
+	36, // [36:47] is the sub-list for method output_type
+	25, // [25:36] is the sub-list for method input_type
+	25, // [25:25] is the sub-list for extension type_name
+	25, // [25:25] is the sub-list for extension extendee
+	0,  // [0:25] is the sub-list for field type_name
 }
 
 func init() { file_kvd_v1_peer_proto_init() }
@@ -2115,7 +2186,7 @@ func file_kvd_v1_peer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvd_v1_peer_proto_rawDesc), len(file_kvd_v1_peer_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   30,
+			NumMessages:   31,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
