@@ -181,6 +181,7 @@ type nodeCollector struct {
 	railPairs, evicted                           *prometheus.Desc
 	readOnly                                     *prometheus.Desc
 	logBytes, stateBytes                         *prometheus.Desc
+	groups, messages, heartbeats                 *prometheus.Desc
 }
 
 func newNodeCollector(n *Node) *nodeCollector {
@@ -213,6 +214,9 @@ func newNodeCollector(n *Node) *nodeCollector {
 		readOnly:    d("kvd_read_only", "1 while writes are refused for lack of disk."),
 		logBytes:    d("kvd_log_bytes", "Bytes of the Raft log on disk."),
 		stateBytes:  d("kvd_state_bytes", "Bytes of the applied state on disk."),
+		groups:      d("kvd_raft_groups", "Raft groups with a replica on this node, by state: active, or quiesced, which have nothing to do and no heartbeats of their own.", "state"),
+		messages:    d("kvd_raft_messages_total", "Raft messages sent to other nodes."),
+		heartbeats:  d("kvd_node_heartbeats_total", "Heartbeats sent to other nodes, each for all groups."),
 	}
 }
 
@@ -221,6 +225,7 @@ func (c *nodeCollector) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		c.term, c.leader, c.applied, c.commit, c.keys, c.arenaLimit, c.arenaRegistered, c.arenaUsed, c.arenaObjects,
 		c.arenaEvictions, c.arenaNoRoom, c.sessions, c.connections, c.reads, c.queries, c.bytes, c.regions, c.railPairs, c.evicted, c.readOnly, c.logBytes, c.stateBytes,
+		c.groups, c.messages, c.heartbeats,
 	} {
 		ch <- d
 	}
@@ -256,6 +261,11 @@ func (c *nodeCollector) Collect(ch chan<- prometheus.Metric) {
 			gauge(c.keys, float64(meta.Keys), label)
 		}
 	}
+	r := n.host.Stats()
+	gauge(c.groups, float64(r.Groups-r.Quiesced), "active")
+	gauge(c.groups, float64(r.Quiesced), "quiesced")
+	count(c.messages, float64(r.MessagesOut))
+	count(c.heartbeats, float64(r.NodeHeartbeatsOut))
 	a := n.arena.Stats()
 	gauge(c.arenaLimit, float64(n.cfg.ArenaBytes))
 	gauge(c.arenaRegistered, float64(a.RegisteredBytes))

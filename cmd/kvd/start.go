@@ -90,8 +90,9 @@ func (s *startSettings) define(fs *pflag.FlagSet) {
 	fs.Var(newBytes(&s.snapshotRate, 256<<20), "snapshot-rate", "bytes of snapshots a second that this node sends to others; 0: no limit")
 	fs.Var(newBytes(&s.MinFreeDisk, 256<<20), "min-free-disk", "free space below which writes are refused")
 
-	fs.DurationVar(&s.TickInterval, "tick", 100*time.Millisecond, "Raft's unit of time: a leader sends a heartbeat every tick")
+	fs.DurationVar(&s.TickInterval, "tick", 100*time.Millisecond, "Raft's unit of time: a heartbeat is sent every tick")
 	fs.IntVar(&s.ElectionTicks, "election-ticks", 10, "ticks without a leader before an election")
+	fs.IntVar(&s.QuiesceTicks, "quiesce-ticks", 0, "ticks without anything to do before a shard stops its own heartbeats, for which those between the nodes stand then; 0: as many as election-ticks, below: never")
 
 	fs.DurationVar(&s.FenceDelay, "fence-delay", 250*time.Millisecond, "wait before anything is served when the process before did not stop by itself: what the kernel tears down for it may answer READs a moment longer")
 

@@ -45,6 +45,7 @@ func TestMetrics(t *testing.T) {
 			"kvd_arena_limit_bytes 6.7108864e+07", "kvd_arena_registered_bytes", "kvd_arena_used_bytes", "kvd_arena_objects", "kvd_arena_evictions_total",
 			"kvd_sessions", `kvd_transport_connections{transport="tcp"}`, `kvd_transport_reads_total{transport="tcp"}`, `kvd_transport_reads_total{transport="shm"} 0`,
 			"kvd_log_sync_seconds_count", "kvd_log_bytes", "kvd_state_bytes", "kvd_read_only 0", "kvd_rpc_total{", "kvd_rpc_seconds_bucket{", "kvd_leader_changes_total",
+			`kvd_raft_groups{state="active"}`, `kvd_raft_groups{state="quiesced"}`, "kvd_raft_messages_total", "kvd_node_heartbeats_total",
 			"process_cpu_seconds_total", "go_goroutines",
 		} {
 			require.Contains(t, string(b), "\n"+series, "node %d", n.ID)
