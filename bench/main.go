@@ -58,7 +58,7 @@ func newCommand() *cobra.Command {
 		SilenceErrors: true,
 		RunE:          func(cmd *cobra.Command, _ []string) error { return f.run(cmd) },
 	}
-	cmd.AddCommand(newIdle())
+	cmd.AddCommand(newIdle(), newRestart())
 	fs := cmd.Flags()
 	fs.SortFlags = false
 	fs.StringVar(&f.systems, "systems", "kvd,memcached,etcd,redis", "what to measure, in this order: kvd, memcached, etcd, redis")
