@@ -269,13 +269,3 @@ func sleep(ctx context.Context, seconds float64) error {
 		return ctx.Err()
 	}
 }
-
-// loadAverage of the machine: figures that were taken beside other work say so.
-func loadAverage() string {
-	text, err := os.ReadFile("/proc/loadavg")
-	fields := strings.Fields(string(text))
-	if err != nil || len(fields) < 3 {
-		return "unknown"
-	}
-	return strings.Join(fields[:3], " ")
-}

@@ -58,7 +58,6 @@ func newCommand() *cobra.Command {
 		SilenceErrors: true,
 		RunE:          func(cmd *cobra.Command, _ []string) error { return f.run(cmd) },
 	}
-	cmd.AddCommand(newIdle(), newRestart())
 	fs := cmd.Flags()
 	fs.SortFlags = false
 	fs.StringVar(&f.systems, "systems", "kvd,memcached,etcd,redis", "what to measure, in this order: kvd, memcached, etcd, redis")
@@ -75,7 +74,7 @@ func newCommand() *cobra.Command {
 	fs.StringVar(&f.opt.transport, "transport", "auto", "kvd: how gets read: auto, shm, tcp or grpc")
 	fs.StringVar(&f.opt.level, "level", "linearizable", "kvd: promise of gets: linearizable, session or stale")
 	fs.StringVar(&f.opt.kvdBinary, "kvd-bin", "", "kvd: program to run (default: built from this source tree)")
-	cmd.AddCommand(newFailover(), newRolling(), newJoin())
+	cmd.AddCommand(newFailover(), newRolling(), newJoin(), newIdle(), newRestart())
 	return cmd
 }
 

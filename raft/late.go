@@ -77,18 +77,6 @@ func (b *lateBox) take(to NodeID, msgs []GroupMessage) []GroupMessage {
 	return msgs
 }
 
-// holds tells whether something of the group is in it.
-func (b *lateBox) holds(g GroupID) bool {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	for _, of := range b.mu.to {
-		if of[g] != nil {
-			return true
-		}
-	}
-	return false
-}
-
 func (b *lateBox) nodes() []NodeID {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -37,7 +37,7 @@ type quiesceState struct {
 	asked quiesceMark // follower: what the leader's last message was marked with
 }
 
-type quiesceMark struct{ term, from, index uint64 }
+type quiesceMark struct{ from, index uint64 }
 
 // rouseLocked wakes a quiesced group if one of the things in the inbox is a reason to.
 func (g *Group) rouseLocked(in *work) {
@@ -121,13 +121,9 @@ func (g *Group) idleLocked() bool {
 	if g.h.cfg.QuiesceTicks <= 0 || c.leadTerm == 0 || c.ticks-c.leadSince < ticks || c.ticks-g.mu.quiesce.busyAt < ticks {
 		return false
 	}
-	switch {
-	case c.serving != c.leadTerm, g.commit.Load() != c.last, g.applied.Load() != c.last,
-		len(g.mu.waiters) > 0, len(g.mu.reads.asked) > 0, len(g.mu.reads.confirmed) > 0, len(g.mu.handover) > 0,
-		len(g.mu.held.appends) > 0, g.h.late.holds(g.id), len(g.config.Load().conf.GetVotersOutgoing()) > 0:
-		return false
-	}
-	if s := g.core.BasicStatus(); s.RaftState != etcdraft.StateLeader || s.LeadTransferee != 0 {
+	// What is proposed, read, or not yet known to be committed shows in these: all of the
+	// log is applied, the own term's first entry too.
+	if g.applied.Load() != c.last || len(g.mu.handover) > 0 || g.core.BasicStatus().LeadTransferee != 0 {
 		return false
 	}
 	idle := true
@@ -172,7 +168,7 @@ func (g *Group) quiesceIfAgreedLocked() {
 func (g *Group) markLocked(m *raftpb.Message) uint64 {
 	q := &g.mu.quiesce
 	switch {
-	case len(m.GetContext()) > 0: // it confirms reads
+	case len(m.GetContext()) > 0: // somebody waits for a read
 	case m.GetType() == raftpb.MsgHeartbeat:
 		return q.offer
 	case m.GetType() == raftpb.MsgHeartbeatResp && m.GetTo() == q.asked.from && g.agreesLocked():
@@ -184,8 +180,8 @@ func (g *Group) markLocked(m *raftpb.Message) uint64 {
 func (g *Group) agreesLocked() bool {
 	c, a := &g.mu.core, g.mu.quiesce.asked
 	boots := g.h.live.boots()
-	if g.h.cfg.QuiesceTicks <= 0 || a.index == 0 || c.term != a.term || c.lead != a.from || c.leadTerm != 0 ||
-		c.last != a.index || g.commit.Load() != a.index || !g.h.hears(NodeID(a.from)) {
+	if g.h.cfg.QuiesceTicks <= 0 || a.index == 0 || c.lead != a.from || c.leadTerm != 0 || c.last != a.index ||
+		g.commit.Load() != a.index || !g.h.hears(NodeID(a.from)) {
 		return false
 	}
 	g.quiesced.Store(boots + 1)

@@ -1,6 +1,7 @@
 package raft
 
 import (
+	"context"
 	"fmt"
 	"slices"
 	"testing"
@@ -362,12 +363,55 @@ func TestBusyGroupsTick(t *testing.T) {
 		m.rounds(20)
 		m.requireQuiesced()
 	})
+	t.Run("a follower whose acknowledgement is lost", func(t *testing.T) {
+		m := startIdle(t, 3, nil)
+		m.cut = func(p packet) bool { return p.from == 2 && p.kind() == "MsgAppResp" }
+		m.nodes[1].propose(0, "x")
+		awake(t, m, 20, "node 1 does not know that node 2 has it")
+		m.cut = nil
+		m.rounds(20)
+		m.requireQuiesced()
+	})
+	t.Run("answers of different rounds", func(t *testing.T) {
+		m := startIdle(t, 3, nil)
+		m.nodes[1].propose(0, "x")
+		m.settle()
+		for i := range 8 {
+			deaf := NodeID(2 + i%2)
+			m.cut = func(p packet) bool { return p.from == deaf && p.kind() == "MsgHeartbeatResp" }
+			m.rounds(1)
+			require.False(t, m.nodes[1].group(0).Status().Quiesced, "tick %d", i)
+		}
+		m.cut = nil
+		m.rounds(1)
+		m.requireQuiesced()
+	})
+	t.Run("a handover that does not come about", func(t *testing.T) {
+		m := startIdle(t, 3, nil)
+		m.cut = func(p packet) bool { return p.kind() == "MsgTimeoutNow" }
+		w := m.nodes[1].transfer(0, 2)
+		awake(t, m, 15, "who asked for it waits")
+		m.rounds(6)
+		require.ErrorIs(t, <-w.done, ErrTransfer)
+		m.rounds(4)
+		m.requireQuiesced()
+	})
+	t.Run("a follower that is probed", func(t *testing.T) {
+		m := startIdle(t, 3, nil)
+		m.cut = func(p packet) bool { return p.to == 2 && p.kind() == "MsgApp" }
+		m.nodes[1].host.ReportUnreachable(2)
+		awake(t, m, 20, "what is sent to node 2 is lost")
+		m.cut = nil
+		m.rounds(20)
+		m.requireQuiesced()
+	})
 	t.Run("a leader that has not applied", func(t *testing.T) {
 		m := startIdle(t, 1, nil)
 		n := m.nodes[1]
-		n.propose(0, "x")
+		w := n.propose(0, "x")
 		for n.write() {
 		}
+		n.group(0).abandon(w, context.Canceled)
 		for range 20 {
 			m.tick(1)
 		}
@@ -397,7 +441,18 @@ func TestBusyGroupsTick(t *testing.T) {
 	t.Run("a disk that hangs", func(t *testing.T) {
 		m := startIdle(t, 3, nil)
 		h := m.nodes[1].host
+		m.cut = func(p packet) bool { return p.kind() == "MsgTimeoutNow" }
 		m.clock.Advance(h.cfg.TickInterval)
+		h.writer.busySince.Store(m.clock.Now().UnixNano())
+		m.clock.Advance(time.Duration(h.cfg.ElectionTicks+1) * h.cfg.TickInterval)
+		m.tick(1)
+		h.writer.busySince.Store(0)
+		m.settle()
+		awake(t, m, 8, "leadership is being handed over, and nothing can be proposed")
+		m.rounds(4)
+		m.requireQuiesced()
+
+		m.cut = nil
 		h.writer.busySince.Store(m.clock.Now().UnixNano())
 		m.clock.Advance(time.Duration(h.cfg.ElectionTicks+1) * h.cfg.TickInterval)
 		m.tick(1)
@@ -460,6 +515,18 @@ func TestQuiesceMarksAreChecked(t *testing.T) {
 	require.True(t, step(raftpb.MsgHeartbeat, 1, st.Term, st.Commit, st.Commit))
 	require.False(t, step(raftpb.MsgHeartbeat, 3, st.Term-1, st.Commit, st.Commit), "a leader of the past")
 	require.False(t, step(raftpb.MsgPreVote, 3, st.Term+1, 0, st.Commit), "no heartbeat")
+
+	// An entry that is not committed.
+	n.host.Step([]GroupMessage{{Group: 0, Message: &raftpb.Message{
+		Type: raftpb.MsgApp.Enum(), From: new(uint64(1)), To: new(uint64(2)), Term: &st.Term, Commit: &st.Commit,
+		Index: &st.LastIndex, LogTerm: &st.Term, Entries: []*raftpb.Entry{{Index: new(st.LastIndex + 1), Term: &st.Term}},
+	}}})
+	for n.write() {
+	}
+	require.Equal(t, st.LastIndex+1, n.group(0).Status().LastIndex)
+	require.False(t, step(raftpb.MsgHeartbeat, 1, st.Term, st.Commit, st.Commit), "it has more than that")
+	require.False(t, step(raftpb.MsgHeartbeat, 1, st.Term, st.Commit, st.LastIndex+1), "it is not committed")
+	require.True(t, step(raftpb.MsgHeartbeat, 1, st.Term, st.LastIndex+1, st.LastIndex+1))
 }
 
 func TestLiveQuiesce(t *testing.T) {

@@ -128,7 +128,7 @@ func (g *Group) stepMessageLocked(p *pass, gm GroupMessage) error {
 	switch {
 	case gm.Quiesce == 0:
 	case m.GetType() == raftpb.MsgHeartbeat:
-		g.mu.quiesce.asked = quiesceMark{m.GetTerm(), m.GetFrom(), gm.Quiesce}
+		g.mu.quiesce.asked = quiesceMark{m.GetFrom(), gm.Quiesce}
 	case m.GetType() == raftpb.MsgHeartbeatResp && m.GetTerm() == g.mu.core.leadTerm:
 		g.agreedLocked(NodeID(m.GetFrom()), gm.Quiesce)
 	}
@@ -296,7 +296,6 @@ func (g *Group) changeLeadTermLocked(leadTerm uint64) {
 	}
 	c.leadTerm, c.leadSince = leadTerm, c.ticks
 	clear(g.mu.heard)
-	g.mu.quiesce.offer = 0
 	c.readSeq = 0
 	if leadTerm != 0 {
 		if chaos.Broken(chaos.ServedEarly) {

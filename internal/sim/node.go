@@ -87,7 +87,7 @@ func (n *node) start() {
 		Config: server.Config{
 			NodeID: uint64(n.id), DataDir: "data", ListenAddr: address(n.id), FS: b.disk, Clock: n.clock, Logger: slog.New(slog.DiscardHandler),
 			ArenaBytes: s.opt.arenaBytes, MaxChunkBytes: 4 << 20, CacheBytes: 1 << 20, MinFreeDisk: 1, Quarantine: quarantine,
-			TickInterval: tickInterval, ElectionTicks: electionTicks,
+			TickInterval: tickInterval, ElectionTicks: electionTicks, QuiesceTicks: s.opt.quiesce,
 			LogRetainEntries: s.opt.logEntries, LogRetainBytes: 1 << 20,
 			HostID: n.host(),
 		},
@@ -123,6 +123,7 @@ func (n *node) crash(keep bool) {
 	}
 	st := b.core.Host().Stats()
 	n.s.res.Counts["snapshot installed"] += int(st.SnapshotsGot)
+	n.s.res.Counts["woken"] += int(st.Wakes)
 	n.s.res.Counts["evicted"] += int(b.core.Evictions())
 	b.dead.Store(true)
 	n.boot, n.frozen = nil, false

@@ -68,7 +68,8 @@ type drawn struct {
 	sizes                       []int // of values
 	// ttl: some values of mortal keys expire. Then all clocks agree: expiry is as exact as
 	// they are.
-	ttl bool
+	ttl     bool
+	quiesce int // ticks without anything to do, see raft.Config
 	// grows: bulk makes a shard's index grow.
 	grows bool
 	// moves: replicas move between nodes, of which there are more than a shard needs.
@@ -203,6 +204,7 @@ func (s *sim) draw() {
 		o.logEntries = 1000
 	}
 	o.ttl = s.chance(3)
+	o.quiesce = []int{1, 2, electionTicks, -1}[s.seed%4]
 	o.grows = o.arenaBytes > 1<<20 && s.chance(2)
 	if s.run.Steps == 0 {
 		s.run.Steps = 12000

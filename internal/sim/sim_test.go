@@ -129,7 +129,7 @@ func TestSim(t *testing.T) {
 	if seeds < 50 {
 		return // too few for all to happen
 	}
-	for _, kind := range []string{"get ok", "put ok", "put unknown", "crash", "power failure", "isolate", "stop", "transfer", "restart", "message lost", "READ between stores", "got by READs", "snapshot installed", "evicted",
+	for _, kind := range []string{"get ok", "put ok", "put unknown", "crash", "power failure", "isolate", "stop", "transfer", "restart", "message lost", "READ between stores", "got by READs", "snapshot installed", "evicted", "woken",
 		"coup", "usurp", "left behind", "came back", "outpaced", "applies late", "grow", "direct put ok", "led again between two READs"} {
 		require.NotZero(t, total[kind], kind)
 	}
