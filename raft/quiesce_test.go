@@ -527,6 +527,15 @@ func TestQuiesceMarksAreChecked(t *testing.T) {
 	require.False(t, step(raftpb.MsgHeartbeat, 1, st.Term, st.Commit, st.Commit), "it has more than that")
 	require.False(t, step(raftpb.MsgHeartbeat, 1, st.Term, st.Commit, st.LastIndex+1), "it is not committed")
 	require.True(t, step(raftpb.MsgHeartbeat, 1, st.Term, st.LastIndex+1, st.LastIndex+1))
+
+	// A candidate ticks, whatever it was asked just before.
+	g := n.group(0)
+	require.True(t, g.inbox.addMessage(GroupMessage{Quiesce: st.LastIndex + 1, Message: &raftpb.Message{
+		Type: raftpb.MsgHeartbeat.Enum(), From: new(uint64(1)), To: new(uint64(2)), Term: &st.Term, Commit: new(st.LastIndex + 1),
+	}}, 1))
+	g.inbox.addOp(func(g *Group) { _ = g.core.Campaign() })
+	g.kick()
+	require.False(t, g.Status().Quiesced)
 }
 
 func TestLiveQuiesce(t *testing.T) {
