@@ -123,7 +123,8 @@ func (o *restart) fill(ctx context.Context, c *devcluster.Cluster, keys []key, p
 					fmt.Fprintf(progress, "put %d of %d values\n", n, len(keys))
 				}
 				stamp(value, keys[n])
-				if _, err := cl.Put(ctx, keys[n].bytes, value); err != nil {
+				err := putPatiently(ctx, cl, keys[n].bytes, value)
+				if err != nil {
 					errs[i] = fmt.Errorf("putting key %s: %w", keys[n].text, err)
 				}
 			}
@@ -131,6 +132,18 @@ func (o *restart) fill(ctx context.Context, c *devcluster.Cluster, keys []key, p
 	}
 	group.Wait()
 	return errors.Join(errs...)
+}
+
+// putPatiently puts again what had no answer in time: a machine with other work may stop
+// for longer than a put may take, and to put the same again changes nothing.
+func putPatiently(ctx context.Context, cl *client.Client, key, value []byte) error {
+	const tries = 20
+	for n := 1; ; n++ {
+		_, err := cl.Put(ctx, key, value)
+		if err == nil || n == tries || ctx.Err() != nil {
+			return err
+		}
+	}
 }
 
 func (o *restart) restart(ctx context.Context, c *devcluster.Cluster, how syscall.Signal, keys []key) (restarted, error) {

@@ -71,7 +71,7 @@ func (g *Group) wakesLocked(in *work) bool {
 		m := gm.Message
 		switch agrees := gm.Quiesce != 0 && gm.Quiesce == c.last && m.GetTerm() == c.term; {
 		case agrees && m.GetType() == raftpb.MsgHeartbeatResp && c.leadTerm != 0:
-		case agrees && m.GetType() == raftpb.MsgHeartbeat && m.GetFrom() == c.lead && g.h.hears(NodeID(c.lead)):
+		case agrees && m.GetType() == raftpb.MsgHeartbeat:
 		default:
 			return true
 		}

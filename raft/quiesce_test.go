@@ -2,6 +2,7 @@ package raft
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"testing"
@@ -131,7 +132,27 @@ func TestQuiescedCostNothing(t *testing.T) {
 			for _, f := range n.group(g).Status().Followers {
 				require.True(t, f.Active, "group %d: node %d", g, f.Node)
 			}
+			// One that was on its way when the group fell quiet.
+			n.group(g).inbox.addTick()
+			n.group(g).kick()
+			require.Empty(t, m.net)
 		}
+	}
+}
+
+// A node that stopped by an error is one that does not live.
+func TestFailedNodeIsNotHeard(t *testing.T) {
+	m := startIdle(t, 3, nil)
+	m.nodes[1].host.fail(m.nodes[1].group(0), errors.New("the disk is gone"))
+	m.rounds(6 * m.nodes[2].host.cfg.ElectionTicks)
+	for _, g := range m.groups {
+		leads := 0
+		for _, n := range []*manualNode{m.nodes[2], m.nodes[3]} {
+			if n.group(g).Status().Leading {
+				leads++
+			}
+		}
+		require.Equal(t, 1, leads, "group %d", g)
 	}
 }
 
@@ -147,8 +168,12 @@ func TestQuiescedElectWhenNodeDies(t *testing.T) {
 	m.nodes[1].crash(0)
 	m.rounds(election - 1)
 	m.requireQuiesced()
-	elected := map[int]int{}                          // by the tick
-	for tick := election; tick < 6*election; tick++ { // votes may be split
+	m.rounds(1)
+	for _, g := range m.groups {
+		require.False(t, m.nodes[2].group(g).Status().Quiesced && idleLeader(m, g) != 3, "group %d relies on node 1", g)
+	}
+	elected := map[int]int{}                              // by the tick
+	for tick := election + 1; tick < 6*election; tick++ { // votes may be split
 		m.rounds(1)
 		done := 0
 		for _, g := range m.groups {
@@ -359,6 +384,30 @@ func TestBusyGroupsTick(t *testing.T) {
 		m.cut = func(p packet) bool { return p.to == 2 && p.kind() == "MsgApp" }
 		m.nodes[1].propose(0, "x")
 		awake(t, m, 20, "node 2 lacks it")
+		m.cut = nil
+		m.rounds(20)
+		m.requireQuiesced()
+	})
+	t.Run("work now and then", func(t *testing.T) {
+		m := startIdle(t, 3, nil)
+		for i := range 10 {
+			m.nodes[1].propose(0, "x")
+			m.settle()
+			m.rounds(1)
+			require.False(t, m.nodes[1].group(0).Status().Quiesced, "tick %d", i)
+		}
+	})
+	t.Run("work that comes between the marks and the answers", func(t *testing.T) {
+		m := startIdle(t, 3, nil)
+		n := m.nodes[1]
+		n.propose(0, "x")
+		m.settle()
+		m.rounds(2)
+		m.tick(1)
+		m.cut = func(p packet) bool { return p.kind() == "MsgApp" }
+		n.propose(0, "y")
+		m.settle()
+		require.False(t, n.group(0).Status().Quiesced)
 		m.cut = nil
 		m.rounds(20)
 		m.requireQuiesced()
