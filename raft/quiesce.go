@@ -90,6 +90,8 @@ func (g *Group) wakeLocked() {
 	g.h.count.wakes.Add(1)
 	g.mu.quiesce.busyAt, g.mu.quiesce.offer = c.ticks, 0
 	if c.leadTerm != 0 {
+		// It has heard of all since it began to lead: without that it would not have quiesced.
+		c.leadSince = min(c.leadSince, c.ticks-uint64(g.h.cfg.ElectionTicks)-1)
 		g.config.Load().eachOther(g.h.cfg.NodeID, func(n NodeID) {
 			g.mu.heard[n] = c.ticks - min(g.h.live.silence(n), uint64(g.h.cfg.ElectionTicks)+1)
 		})

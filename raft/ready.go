@@ -148,8 +148,8 @@ func (g *Group) tickLocked() {
 		g.publishProgressLocked()
 		g.offerLocked()
 	}
-	if c.ticks%truncateEveryTicks == 0 {
-		g.considerTruncation()
+	if c.ticks%truncateEveryTicks == 0 && (c.leadTerm == 0 || c.ticks-c.leadSince > uint64(g.h.cfg.ElectionTicks)) {
+		g.considerTruncation() // who has just begun to lead does not know yet what others have
 	}
 }
 

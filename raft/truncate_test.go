@@ -123,7 +123,7 @@ func TestSlowFollowerKeepsTheLog(t *testing.T) {
 			slow := NodeID(1 + uint64(lead.h.cfg.NodeID)%3)
 			waitFor(t, "who has just begun to lead hears of all", func() bool {
 				fs := lead.Status().Followers
-				return len(fs) == 2 && fs[0].Active && fs[1].Active
+				return len(fs) == 2 && fs[0].Match > 0 && fs[1].Match > 0
 			})
 			for _, sms := range c.loop.sms {
 				sms[0].size.Store(size)
