@@ -49,7 +49,7 @@ var controls = []control{
 	{variant: "term-after-message", pkg: "raft", test: "TestScripts"},
 	{variant: "served-early", workload: "register", nemesis: "kill-all,transfer", transport: "shm"},
 	{variant: "engine-ahead", workload: "register", nemesis: "none", transport: "mixed"},
-	{variant: "frozen-mapping", pkg: "rdma/shm", test: "TestDeathWord"},
+	{variant: "frozen-mapping", sim: 1},
 	{variant: "forget-term", pkg: "raft", test: "TestSim|TestTermAtOpen"},
 	{variant: "snapshot-unannounced", sim: 1},
 	{variant: "retry-twice", workload: "once", nemesis: "transfer,kill,client-leader", transport: "mixed"},

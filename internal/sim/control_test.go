@@ -21,11 +21,6 @@ var (
 	controlSeeds = flag.Uint64("control-seeds", 400, "how many seeds each variant gets")
 )
 
-// elsewhere are the variants that break what a simulation does not have.
-var elsewhere = map[string]string{
-	"frozen-mapping": "shared memory outlives its process; simnic's does not",
-}
-
 // decideWithin is how long the judge may think about one key.
 const decideWithin = 5 * time.Second
 
@@ -37,14 +32,11 @@ var unseen = []string{"overwrite-reversed"}
 func chosen(t *testing.T) []chaos.Variant {
 	asked, err := chaos.Parse(*variantFlag)
 	require.NoError(t, err)
-	for _, v := range asked {
-		require.Empty(t, elsewhere[v.String()], "%s: not for the simulator", v)
-	}
 	if len(asked) > 0 {
 		return asked
 	}
 	return slices.DeleteFunc(chaos.All(), func(v chaos.Variant) bool {
-		return slices.Contains(unseen, v.String()) || elsewhere[v.String()] != ""
+		return slices.Contains(unseen, v.String())
 	})
 }
 

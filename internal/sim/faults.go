@@ -60,6 +60,8 @@ func (s *sim) step() bool {
 		s.call(a, s.operation())
 	case r < 988 && s.opt.arenaBytes < 1<<20 && !s.rough:
 		s.driveOut()
+	case r < 989 && s.opt.mapped:
+		s.dieUnseen()
 	case r < 992:
 		s.upkeep()
 	case r < 997 && s.rough:

@@ -74,6 +74,8 @@ type drawn struct {
 	grows bool
 	// moves: replicas move between nodes, of which there are more than a shard needs.
 	moves bool
+	// mapped: clients have the memory of nodes mapped, as shared memory.
+	mapped bool
 }
 
 type sim struct {
@@ -98,7 +100,8 @@ type sim struct {
 	// or between two ticks.
 	hasty    bool
 	healing  bool                // all faults are over
-	driving  bool                // values are driven out, which is many stores: no node is slow between them
+	driving  bool                // a fault is made in a fixed order: no node is slow between two stores meanwhile
+	asleep   *actor              // hears nothing just now; nil: nobody
 	left     *behind             // a node that was left behind; nil: none
 	fresh    int                 // keys that were made for such
 	bulk     int                 // number of the last key of bulk
@@ -205,6 +208,7 @@ func (s *sim) draw() {
 	}
 	o.ttl = s.chance(3)
 	o.quiesce = []int{1, 2, electionTicks, -1}[s.seed%4]
+	o.mapped = s.chance(5)
 	o.grows = o.arenaBytes > 1<<20 && s.chance(2)
 	if s.run.Steps == 0 {
 		s.run.Steps = 12000
@@ -228,6 +232,7 @@ func (s *sim) addActor(id int) {
 		Gap:   simnic.Range{Max: pause}, Return: simnic.Range{Max: pause}, Pause: simnic.Range{Max: pause},
 		TearOneIn: tear, LoseOneIn: 300, RevokeOneIn: 400, Timeout: 8 * time.Millisecond, AcceptTimeout: time.Second,
 	}
+	cfg.Mapped, cfg.Ended = s.opt.mapped, simnic.Range{Max: endedMost}
 	f, err := simnic.New(cfg)
 	if err != nil {
 		panic(fmt.Sprintf("sim: %v", err)) // bug: of the settings above
@@ -515,6 +520,8 @@ func (s *sim) deliver() bool {
 // process that looks.
 func (s *sim) arrives(p *packet) bool {
 	switch {
+	case s.asleep != nil && p.to == s.asleep.id:
+		return false
 	case p.stream != nil:
 		return p.seq == p.stream.next[1]
 	case p.to > len(s.nodes):

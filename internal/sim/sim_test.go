@@ -130,7 +130,8 @@ func TestSim(t *testing.T) {
 		return // too few for all to happen
 	}
 	for _, kind := range []string{"get ok", "put ok", "put unknown", "crash", "power failure", "isolate", "stop", "transfer", "restart", "message lost", "READ between stores", "got by READs", "snapshot installed", "evicted", "woken",
-		"coup", "usurp", "left behind", "came back", "outpaced", "applies late", "grow", "direct put ok", "led again between two READs"} {
+		"coup", "usurp", "left behind", "came back", "outpaced", "applies late", "grow", "direct put ok", "led again between two READs",
+		"move", "configuration changed", "strand", "stranded", "caught up", "driven out", "replaced unseen"} {
 		require.NotZero(t, total[kind], kind)
 	}
 }

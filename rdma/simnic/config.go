@@ -34,6 +34,13 @@ type Config struct {
 	// target revoke it. 0: never. Both sides are told.
 	LoseOneIn, RevokeOneIn int
 
+	// Mapped is memory that clients have mapped, as shared memory: it outlives the process,
+	// and is as it was when that died. Whether it lives is looked at behind the last word of
+	// a READ, as package shm does by the death word. That the connection has ended is told
+	// after a time from Ended.
+	Mapped bool
+	Ended  Range
+
 	// Timeout is how long a READ stalls on a broken path, or at a dead target, before
 	// its connection is lost: 500 ms when 0.
 	Timeout time.Duration
@@ -66,7 +73,7 @@ func (c Config) withDefaults() Config {
 // Validate says what is wrong with the settings; it changes nothing.
 func (c Config) Validate() error {
 	for name, d := range map[string]time.Duration{
-		"Delay.Min": c.Delay.Min, "Gap.Min": c.Gap.Min, "Return.Min": c.Return.Min, "Pause.Min": c.Pause.Min,
+		"Delay.Min": c.Delay.Min, "Gap.Min": c.Gap.Min, "Return.Min": c.Return.Min, "Pause.Min": c.Pause.Min, "Ended.Min": c.Ended.Min,
 		"Timeout": c.Timeout, "AcceptTimeout": c.AcceptTimeout,
 	} {
 		if d < 0 {

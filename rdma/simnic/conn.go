@@ -30,6 +30,7 @@ type conn struct {
 	stalled  bool // met a broken path
 
 	execute, deliver, timeout event
+	ended                     event // of a dead target whose memory is mapped
 }
 
 // known is a region as the client was told of it.
@@ -53,6 +54,7 @@ func newConn(i *initiator, t *target, ep *endpoint, id uint64) *conn {
 		c.f.cfg.Logger.Debug("simnic: retransmission timeout", "from", c.ini.host, "to", c.t.host)
 		c.finishLocked(fmt.Errorf("%w: %q did not answer for %v", rdma.ErrConnLost, c.t.host, c.f.cfg.Timeout))
 	}
+	c.ended.run = func() { c.loseLocked("its process has ended") }
 	return c
 }
 
@@ -135,7 +137,7 @@ func (c *conn) refuseLocked(b *rdma.Batch) error {
 
 // blockedLocked: nothing passes between the two ends.
 func (c *conn) blockedLocked() bool {
-	return c.t.dead || c.f.mu.partitions[pair(c.ini.host, c.t.host)]
+	return c.t.dead && c.t.left == nil || c.f.mu.partitions[pair(c.ini.host, c.t.host)]
 }
 
 // finishLocked ends the connection: what is outstanding completes with err, and the
@@ -149,6 +151,7 @@ func (c *conn) finishLocked(err error) {
 	c.f.cancelLocked(&c.execute)
 	c.f.cancelLocked(&c.deliver)
 	c.f.cancelLocked(&c.timeout)
+	c.f.cancelLocked(&c.ended)
 	delete(c.f.mu.conns, c.id)
 	for _, q := range c.queue {
 		q.b.Complete(err)

@@ -3,6 +3,7 @@ package simnic
 import (
 	"fmt"
 
+	"github.com/kvd-io/kvd/internal/chaos"
 	"github.com/kvd-io/kvd/rdma"
 )
 
@@ -113,15 +114,19 @@ func (c *conn) tearLocked(r *rdma.Read) {
 
 // moveLocked is the target's NIC: look the key up, check it, copy word by word.
 func (c *conn) moveLocked(r *rdma.Read, p piece) error {
-	reg := c.t.keys[c.keys[r.Region].key]
-	if reg == nil || reg.d != c.ep.d {
+	key := c.keys[r.Region].key
+	mem := c.t.left[key]
+	if reg := c.t.keys[key]; reg != nil && reg.d == c.ep.d {
+		mem = reg.mem
+	}
+	if mem == nil {
 		return fmt.Errorf("%w: no such key in the domain (region %d)", rdma.ErrAccess, r.Region)
 	}
-	size := uint64(len(reg.mem))
+	size := uint64(len(mem))
 	if n := uint64(len(r.Dst)); n > size || r.Offset > size-n {
 		return fmt.Errorf("%w: %d bytes at %d of region %d, which has %d", rdma.ErrAccess, n, r.Offset, r.Region, size)
 	}
-	src := reg.mem[r.Offset:]
+	src := mem[r.Offset:]
 	for from := p.from; from < p.to; {
 		to := min(p.to, from+8-int((r.Offset+uint64(from))&7))
 		rdma.CopyExposed(r.Dst[from:to], src[from:to])
@@ -144,6 +149,10 @@ func (c *conn) rejectLocked(refusal error) {
 // executedLocked puts the chain among those whose completion is on its way, and
 // turns to the next.
 func (c *conn) executedLocked() {
+	if c.t.dead && !chaos.Broken(chaos.FrozenMapping) {
+		c.loseLocked("its process has ended")
+		return
+	}
 	now := c.f.cfg.Clock.Now()
 	q := &c.queue[c.executed]
 	q.arrives = now.Add(c.f.drawLocked(c.f.cfg.Return))

@@ -128,7 +128,7 @@ func (f *Fabric) setFrozen(name string, frozen bool) {
 }
 
 // Kill ends the process of a host's target, as SIGKILL does: nothing answers any
-// more, its memory is never read again, and the clients are not told. NewTarget of
+// more, its memory is never read again (but see Config.Mapped), and the clients are not told. NewTarget of
 // the same host is its next boot.
 func (f *Fabric) Kill(name string) {
 	f.mu.Lock()
@@ -138,6 +138,9 @@ func (f *Fabric) Kill(name string) {
 		return
 	}
 	t.dead = true // first: the path counts as broken, so no client hears of the rest
+	if f.cfg.Mapped {
+		t.leaveMemoryLocked()
+	}
 	t.closeLocked()
 }
 
@@ -183,7 +186,7 @@ func (f *Fabric) reconcileLocked() {
 		c := f.mu.conns[id]
 		switch {
 		case c.blockedLocked():
-		case c.ep.ended:
+		case c.ep.ended && !c.t.dead:
 			c.finishLocked(revokedError())
 		case c.stalled:
 			c.resumeLocked()

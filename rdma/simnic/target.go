@@ -21,6 +21,8 @@ type target struct {
 	closed bool
 	holds  int
 
+	left map[uint64][]byte // of a dead one whose memory is mapped: what it was, by key
+
 	domains map[*domain]uint64 // to an id, for a fixed order
 	keys    map[uint64]*region
 	stats   rdma.TargetStats
@@ -84,6 +86,21 @@ func (t *target) closeLocked() {
 	}
 	if t.f.mu.targets[t.host] == t {
 		delete(t.f.mu.targets, t.host)
+	}
+}
+
+// leaveMemoryLocked keeps the memory of a process that dies for those who have it mapped, who
+// hear later that their connections have ended.
+func (t *target) leaveMemoryLocked() {
+	t.left = map[uint64][]byte{}
+	for key, r := range t.keys {
+		t.left[key] = make([]byte, len(r.mem))
+		rdma.CopyExposed(t.left[key], r.mem)
+	}
+	for _, id := range slices.Sorted(maps.Keys(t.f.mu.conns)) {
+		if c := t.f.mu.conns[id]; c.t == t {
+			t.f.scheduleLocked(&c.ended, t.f.drawLocked(t.f.cfg.Ended))
+		}
 	}
 }
 
@@ -235,7 +252,7 @@ func (ep *endpoint) endLocked() {
 		return
 	}
 	ep.d.t.stats.Connections--
-	if !ep.conn.blockedLocked() {
+	if !ep.conn.blockedLocked() && !ep.d.t.dead {
 		ep.conn.finishLocked(revokedError())
 	}
 }
