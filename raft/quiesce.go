@@ -170,7 +170,6 @@ func (g *Group) quiesceIfAgreedLocked() {
 func (g *Group) markLocked(m *raftpb.Message) uint64 {
 	q := &g.mu.quiesce
 	switch {
-	case len(m.GetContext()) > 0: // somebody waits for a read
 	case m.GetType() == raftpb.MsgHeartbeat:
 		return q.offer
 	case m.GetType() == raftpb.MsgHeartbeatResp && m.GetTo() == q.asked.from && g.agreesLocked():
