@@ -41,7 +41,8 @@ const (
 // replicas are those of a node's shards. The lock is held while one comes or goes.
 type replicas struct {
 	sync.Mutex
-	noted map[uint32]replicaState // nil: as the manifest says
+	publishing sync.Mutex              // held while Node.shards is replaced
+	noted      map[uint32]replicaState // nil: as the manifest says
 }
 
 type replicasJSON struct {
@@ -135,8 +136,10 @@ func (n *Node) localShards() []*shard {
 	return all
 }
 
-// publishShard lets the replica be found; nil: not any more. One at a time.
+// publishShard lets the replica be found; nil: not any more.
 func (n *Node) publishShard(number uint32, sh *shard) {
+	n.replicas.publishing.Lock()
+	defer n.replicas.publishing.Unlock()
 	next := maps.Clone(*n.shards.Load())
 	if sh == nil {
 		delete(next, number)
