@@ -3,6 +3,7 @@
 package e2e
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -11,6 +12,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -91,6 +93,58 @@ func (c *cluster) hasCaughtUp(t testing.TB, id uint64) {
 	})
 }
 
+// installsSnapshot stops a node until the others have cut off the log that it needs, and
+// waits until it is back.
+func (c *cluster) installsSnapshot(t testing.TB, id uint64) {
+	t.Helper()
+	cl, a := c.dial(t, nil), c.admin(t)
+	held := func() (applied, first map[uint32]uint64) {
+		applied, first = map[uint32]uint64{}, map[uint32]uint64{}
+		ctx, cancel := within(10 * time.Second)
+		defer cancel()
+		nodes, _ := a.Status(ctx) // who is away is no error here
+		for _, n := range nodes {
+			for _, s := range n.Status.GetShards() {
+				applied[s.GetShard()] = max(applied[s.GetShard()], s.GetApplied())
+				if had, ok := first[s.GetShard()]; n.NodeID != id && (!ok || s.GetFirstIndex() < had) {
+					first[s.GetShard()] = s.GetFirstIndex()
+				}
+			}
+		}
+		return applied, first
+	}
+	ctx, cancel := within(stopTimeout)
+	defer cancel()
+	require.NoError(t, c.Node(id).Stop(ctx))
+	at, _ := held()
+	// The same key all the time: a long log of a small state.
+	value := []byte(valueOf("bulk", 512<<10))
+	await(t, "the others have cut off a log", func() error {
+		var wg sync.WaitGroup
+		errs := make([]error, 4)
+		for w := range errs {
+			wg.Go(func() {
+				for range 4 {
+					_, err := cl.Put(context.Background(), []byte("bulk"), value)
+					errs[w] = errors.Join(errs[w], err)
+				}
+			})
+		}
+		wg.Wait()
+		_, first := held()
+		for shard, index := range first {
+			if index > at[shard]+1 {
+				return errors.Join(errs...)
+			}
+		}
+		return errors.Join(append(errs, fmt.Errorf("their logs begin at %v, the node needs them from %v", first, at))...)
+	})
+	before := len(c.logOf(t, id))
+	c.restart(t, id)
+	c.hasCaughtUp(t, id)
+	require.Contains(t, c.logOf(t, id)[before:], "installs a snapshot")
+}
+
 // leadMeta makes a node the leader of group 0.
 func (c *cluster) leadMeta(t testing.TB, id uint64) {
 	t.Helper()
@@ -112,8 +166,8 @@ func (c *cluster) leadMeta(t testing.TB, id uint64) {
 
 // TestUpgrade: three nodes of an earlier commit become nodes of this one, one after the
 // other and under load; while both are there, each leads the other. Not one get fails, no
-// put is lost or takes longer than its five seconds, and kvctl of both versions works with
-// nodes of both. Then back: nodes of the earlier version run on the directories of this one
+// put is lost or takes longer than its five seconds, each takes a snapshot of the other,
+// and kvctl of both versions works with nodes of both. Then back: nodes of the earlier version run on the directories of this one
 // until a node joins, and are refused from then on.
 func TestUpgrade(t *testing.T) {
 	old := earlier(t)
@@ -164,6 +218,14 @@ func TestUpgrade(t *testing.T) {
 		c.lead(t, 3) // and the earlier one this
 		l.awaitProgress(t)
 		useTools(fmt.Sprintf("with %d of 3", n.ID))
+		if n.ID == 2 { // each takes a snapshot of the other
+			l.pause()
+			c.lead(t, 1)
+			c.installsSnapshot(t, 3)
+			c.lead(t, 3)
+			c.installsSnapshot(t, 2)
+			l.resume()
+		}
 		// What the earlier version would stop at is not begun.
 		dir := filepath.Join(c.dir, "joiner")
 		join := withFlags(c.Node(1).Args(), "--data-dir", dir, "--listen", freeAddr(t), "--tcp-listen", "127.0.0.1:0", "--metrics-listen", "", "--join", c.Node(1).Address)
