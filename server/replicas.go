@@ -68,7 +68,7 @@ type replicaList interface {
 // stores are on.
 func (n *Node) replicaList() replicaList {
 	if n.core != nil {
-		return fsList{n.core.FS, n.core.DataDir}
+		return fsList{n.cfg.FS, n.cfg.DataDir} // with its defaults, which those of n.core lack
 	}
 	return n.dir
 }

@@ -150,7 +150,7 @@ func sizeCore(t *testing.T, id uint64, dir string, index uint64, bytes int64, ch
 			SnapshotRate: -1, Logger: slog.New(slog.DiscardHandler),
 		},
 		Manifest: m, Reopened: true, BootID: id + 1, Seed: id + 1,
-		Send: func(raft.NodeID, []raft.GroupMessage) {},
+		Send: func(raft.NodeID, []raft.GroupMessage) {}, SendHeartbeat: func(raft.NodeID, raft.NodeHeartbeat) {},
 	}
 	change(&cfg)
 	c, err := OpenCore(cfg)
