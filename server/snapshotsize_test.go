@@ -22,6 +22,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/cockroachdb/pebble/v2/vfs"
 	"github.com/stretchr/testify/require"
 	"go.etcd.io/raft/v3/raftpb"
 	"google.golang.org/grpc"
@@ -146,7 +147,7 @@ func sizeCore(t *testing.T, id uint64, dir string, index uint64, bytes int64, ch
 	require.NoError(t, e.Close())
 	cfg := CoreConfig{
 		Config: Config{
-			NodeID: id, DataDir: dir, ListenAddr: "127.0.0.1:1", ArenaBytes: 32 << 20, MaxChunkBytes: 4 << 20, CacheBytes: 8 << 20, MinFreeDisk: 1,
+			NodeID: id, DataDir: dir, FS: vfs.Default, ListenAddr: "127.0.0.1:1", ArenaBytes: 32 << 20, MaxChunkBytes: 4 << 20, CacheBytes: 8 << 20, MinFreeDisk: 1,
 			SnapshotRate: -1, Logger: slog.New(slog.DiscardHandler),
 		},
 		Manifest: m, Reopened: true, BootID: id + 1, Seed: id + 1,
