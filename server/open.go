@@ -1,11 +1,7 @@
 package server
 
 import (
-	"errors"
 	"fmt"
-	"runtime"
-	"sync"
-	"sync/atomic"
 	"time"
 
 	"go.etcd.io/raft/v3/raftpb"
@@ -60,7 +56,6 @@ func (n *Node) openGroups() (err error) {
 	n.shardMap = newShardMap(m, n.wakeMover)
 	n.meta = newMachine(0, n.engine.Group(0))
 	n.meta.content = metaContent{n.namespaces, n.tokens, n.registry, n.shardMap, n.engine.Group(0)}
-	var numbers []uint32
 	for _, id := range local {
 		if id == 0 {
 			if _, err := n.host.AddGroup(raft.GroupConfig{ID: 0, StateMachine: n.meta}); err != nil {
@@ -68,10 +63,9 @@ func (n *Node) openGroups() (err error) {
 			}
 			continue
 		}
-		numbers = append(numbers, uint32(id))
-	}
-	if err := n.openShards(numbers); err != nil {
-		return err
+		if err := n.openShard(uint32(id)); err != nil {
+			return err
+		}
 	}
 	n.goOnReceiving()
 	return nil
@@ -220,66 +214,23 @@ func (n *Node) checkWhole(group uint64, meta engine.Meta, log engine.LogState) e
 	return fmt.Errorf("%w: %s has lost the %s store of group %d: if the store was only moved, put it back as it was; an older copy must not be used, for the node has promised things since; if it is lost, leave this node out", ErrDataDir, n.cfg.DataDir, lost, group)
 }
 
-// openShards opens replicas side by side: all that each holds is read and shown, which is
-// what the start of a node takes. Their control records are made before, in order.
-func (n *Node) openShards(numbers []uint32) error {
-	shards := make([]*shard, len(numbers))
-	for i, number := range numbers {
-		var err error
-		if shards[i], err = n.makeShard(number); err != nil {
-			return err
-		}
-	}
-	workers := runtime.GOMAXPROCS(0)
-	if n.core != nil {
-		workers = 1 // equal steps give equal results
-	}
-	var (
-		next  atomic.Int64
-		group sync.WaitGroup
-		errs  = make([]error, workers)
-	)
-	for i := range errs {
-		group.Go(func() {
-			for at := next.Add(1); errs[i] == nil && int(at) <= len(shards); at = next.Add(1) {
-				errs[i] = n.openMade(shards[at-1])
-			}
-		})
-	}
-	group.Wait()
-	return errors.Join(errs...)
-}
-
 // openShard opens this node's replica of a shard and lets it be found.
 func (n *Node) openShard(number uint32) error {
-	sh, err := n.makeShard(number)
+	log, err := n.engine.OpenLog(uint64(number))
 	if err != nil {
 		return err
 	}
-	return n.openMade(sh)
-}
-
-// makeShard gives a replica its control record; it holds nothing yet.
-func (n *Node) makeShard(number uint32) (*shard, error) {
-	log, err := n.engine.OpenLog(uint64(number))
-	if err != nil {
-		return nil, err
-	}
 	rec, err := n.arena.NewRecord(uint64(number), n.id(), log.Hard.GetTerm())
 	if err != nil {
-		return nil, err
+		return err
 	}
 	m := n.identity.Load().manifest
 	sh := newShard(number, keyPlace{m.GetHashSeed(), m.GetShards()}, n.engine.Group(uint64(number)), n.arena, rec, defaultWriterLimits)
 	sh.made, sh.onTopology = n.cfg.Clock.Now(), n.topology.stir
-	return sh, nil
-}
-
-func (n *Node) openMade(sh *shard) (err error) {
-	if sh.g, err = n.host.AddGroup(raft.GroupConfig{ID: raft.GroupID(sh.number), StateMachine: sh.machine}); err != nil {
-		sh.record.Retire()
-		return fmt.Errorf("server: open group %d: %w", sh.number, err)
+	if sh.g, err = n.host.AddGroup(raft.GroupConfig{ID: raft.GroupID(number), StateMachine: sh.machine}); err != nil {
+		rec.Retire()
+		return fmt.Errorf("server: open group %d: %w", number, err)
 	}
-	n.publishShard(sh.number, sh)
+	n.publishShard(number, sh)
 	return nil
 }

@@ -6,8 +6,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Control records lie in the order of their shards, though shards are opened side by side:
-// one READ then brings those of neighbours.
+// Control records lie in the order of their shards: one READ then brings those of
+// neighbours.
 func TestRecordsAreInOrder(t *testing.T) {
 	c := startCluster(t, 1, 32)
 	for range 3 {

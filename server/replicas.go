@@ -41,8 +41,7 @@ const (
 // replicas are those of a node's shards. The lock is held while one comes or goes.
 type replicas struct {
 	sync.Mutex
-	publishing sync.Mutex              // held while Node.shards is replaced
-	noted      map[uint32]replicaState // nil: as the manifest says
+	noted map[uint32]replicaState // nil: as the manifest says
 }
 
 type replicasJSON struct {
@@ -136,10 +135,8 @@ func (n *Node) localShards() []*shard {
 	return all
 }
 
-// publishShard lets the replica be found; nil: not any more.
+// publishShard lets the replica be found; nil: not any more. One at a time.
 func (n *Node) publishShard(number uint32, sh *shard) {
-	n.replicas.publishing.Lock()
-	defer n.replicas.publishing.Unlock()
 	next := maps.Clone(*n.shards.Load())
 	if sh == nil {
 		delete(next, number)
