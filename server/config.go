@@ -92,7 +92,8 @@ type Config struct {
 	LogRetainBytes   uint64
 
 	// SnapshotRate is how many bytes a second of snapshots this node sends to others, all
-	// together. Default 256 MiB; below 0: no limit.
+	// together. Default 32 MiB: a move takes cores and disk from those who wait for answers.
+	// Below 0: no limit.
 	SnapshotRate int64
 
 	// WriterTTL is how long an idle writer is remembered.
@@ -168,7 +169,7 @@ func (c Config) withDefaults() Config {
 		c.LogRetainBytes = max(4<<20, (512<<20)/uint64(c.Shards))
 	}
 	if c.SnapshotRate == 0 {
-		c.SnapshotRate = 256 << 20
+		c.SnapshotRate = 32 << 20
 	}
 	if c.MinFreeDisk == 0 {
 		c.MinFreeDisk = 256 << 20

@@ -136,6 +136,24 @@ func TestZeroIsNoDefault(t *testing.T) {
 	require.NoError(t, refuseZeros(fs))
 }
 
+// TestNoSnapshotLimit: 0 is a value of this one.
+func TestNoSnapshotLimit(t *testing.T) {
+	for value, want := range map[string]int64{"": 32 << 20, "0": -1, "1MiB": 1 << 20} {
+		s := &startSettings{}
+		fs := pflag.NewFlagSet("start", pflag.ContinueOnError)
+		s.define(fs)
+		args := []string{"--data-dir", t.TempDir(), "--shm-dir", t.TempDir()}
+		if value != "" {
+			args = append(args, "--snapshot-rate", value)
+		}
+		require.NoError(t, fs.Parse(args))
+		require.NoError(t, refuseZeros(fs))
+		cfg, err := s.config(slog.New(slog.DiscardHandler))
+		require.NoError(t, err)
+		require.Equal(t, want, cfg.SnapshotRate)
+	}
+}
+
 // traced formats itself with a stack trace when asked for details, as Pebble's errors do.
 type traced struct{}
 

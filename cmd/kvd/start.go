@@ -87,7 +87,7 @@ func (s *startSettings) define(fs *pflag.FlagSet) {
 	fs.Var(newBytes(&s.cache, 64<<20), "cache", "block cache of the durable store")
 	fs.Var(newBytes(&s.maxValue, 1<<20), "max-value-bytes", "largest value; the same on every node")
 	fs.DurationVar(&s.WriterTTL, "writer-ttl", time.Hour, "how long an idle writer's results are remembered")
-	fs.Var(newBytes(&s.snapshotRate, 256<<20), "snapshot-rate", "bytes of snapshots a second that this node sends to others; 0: no limit")
+	fs.Var(newBytes(&s.snapshotRate, 32<<20), noLimitAtZero, "bytes of snapshots a second that this node sends to others; 0: no limit")
 	fs.Var(newBytes(&s.MinFreeDisk, 256<<20), "min-free-disk", "free space below which writes are refused")
 
 	fs.DurationVar(&s.TickInterval, "tick", 100*time.Millisecond, "Raft's unit of time: a heartbeat is sent every tick")
@@ -267,11 +267,14 @@ func changed(fs *pflag.FlagSet, prefixes ...string) (found bool) {
 	return found
 }
 
+// noLimitAtZero is the setting that has another default than 0, and takes it.
+const noLimitAtZero = "snapshot-rate"
+
 // refuseZeros: in a Config 0 means the default, which is not what a user means who
 // writes 0.
 func refuseZeros(fs *pflag.FlagSet) (err error) {
 	fs.Visit(func(f *pflag.Flag) {
-		if v := f.Value.String(); (v == "0" || v == "0s") && !verbsflags.MayBeZero(f.Name) {
+		if v := f.Value.String(); (v == "0" || v == "0s") && f.Name != noLimitAtZero && !verbsflags.MayBeZero(f.Name) {
 			err = errors.Join(err, usageError{fmt.Errorf("%s is %s: want more than 0", f.Name, v)})
 		}
 	})
