@@ -436,7 +436,8 @@ func (s *sim) between(b *boot, inRecord bool) {
 	if inRecord {
 		s.applying.Store(false) // from here on callers may be answered, who then want the node's locks
 	}
-	if s.inside || b.dead.Load() {
+	// While replicas are made and dropped it may be the goroutine of that call which stores.
+	if b.placing.Load() || s.inside || b.dead.Load() {
 		return
 	}
 	s.inside = true
