@@ -88,6 +88,7 @@ type Node struct {
 
 	lost        lostNodes     // as keep sees it
 	stewardWake chan struct{} // capacity 1
+	moving      chan struct{} // capacity 1: a node is being drained or taken out; see moveNode
 	moverWake   chan struct{} // capacity 1
 
 	bgCtx    context.Context
@@ -121,7 +122,7 @@ func newNode(cfg Config, bootID uint64) *Node {
 	n := &Node{
 		cfg: cfg, log: cfg.Logger, bootID: bootID, started: cfg.Clock.Now(),
 		activated: make(chan struct{}, 1), calls: newGate(), writes: newGate(), load: newLoad(defaultLoadLimits), stopping: make(chan struct{}), deaf: make(chan struct{}), fatal: make(chan error, 1),
-		stewardWake: make(chan struct{}, 1), moverWake: make(chan struct{}, 1),
+		stewardWake: make(chan struct{}, 1), moving: make(chan struct{}, 1), moverWake: make(chan struct{}, 1),
 		sessions: newSessions(), metrics: newMetrics(), leaders: newLeaderNews(), topology: newTopology(),
 		disk: newDiskWatch(cfg.FS, cfg.DataDir, cfg.MinFreeDisk),
 	}

@@ -124,6 +124,14 @@ func (n *Node) Decommission(ctx context.Context, req *kvdv1.DecommissionRequest)
 // moveNode takes a node into another state, at the leader of group 0, if those that are
 // left can hold everything.
 func (n *Node) moveNode(ctx context.Context, to *kvdv1.NodeMove, what string) error {
+	// One after the other: each is to see what the one before left. Another leader sees it
+	// by its barrier.
+	select {
+	case n.moving <- struct{}{}:
+		defer func() { <-n.moving }()
+	case <-ctx.Done():
+		return fail(kvdv1.ErrorDetail_REASON_NOT_READY, "others are being drained or decommissioned at this moment: try again")
+	}
 	if err := n.metaBarrier(ctx); err != nil {
 		return err
 	}

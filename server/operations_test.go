@@ -2,6 +2,7 @@ package server
 
 import (
 	"slices"
+	"sync"
 	"testing"
 	"time"
 
@@ -119,6 +120,33 @@ func TestLastNodeIsNotDrained(t *testing.T) {
 	_, err := c.cluster(0).Decommission(testContext(t), &kvdv1.DecommissionRequest{NodeId: 1})
 	require.ErrorContains(t, err, "node 1 is the last that can hold replicas")
 	require.False(t, c.nodes[0].registry.written())
+}
+
+// Of drains at the same moment only as many are begun as leave enough nodes.
+func TestDrainsAtOnce(t *testing.T) {
+	const shards = 2
+	c := startAlone(t, shards)
+	for range 3 {
+		require.NoError(t, c.start(c.grow(c.nodes[0].Address())))
+	}
+	within(t, time.Minute, "four are active, with three replicas of each", func() bool {
+		return c.nodes[0].registry.able() == 4 && c.spread(shards, func(v []uint64) bool { return len(v) == 3 })
+	})
+	errs := make([]error, 3)
+	var wg sync.WaitGroup
+	for i := range errs {
+		wg.Go(func() { _, errs[i] = c.cluster(i).Drain(testContext(t), &kvdv1.DrainRequest{NodeId: uint64(i) + 2}) })
+	}
+	wg.Wait()
+	begun := 0
+	for _, err := range errs {
+		if err == nil {
+			begun++
+			continue
+		}
+		require.ErrorContains(t, err, "would leave 2 nodes for the 3 replicas of each shard")
+	}
+	require.Equal(t, 1, begun)
 }
 
 // A node that is silent for too long is replaced where there is room; back again it finds

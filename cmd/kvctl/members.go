@@ -306,6 +306,10 @@ func (l *leaving) awaitEmpty(parent context.Context, cmd *cobra.Command, a *clie
 	}
 }
 
+func (l *leaving) notSafe(why string) error {
+	return fmt.Errorf("%w: node %d leads nothing, but %w to stop: %s", client.ErrUnavailable, l.node, errNotSafe, why)
+}
+
 // look counts what the node still has: replicas, or leaders.
 func (l *leaving) look(ctx context.Context, a *client.Admin) (left int, problem string, err error) {
 	call, cancel := context.WithTimeout(ctx, l.s.timeout)
@@ -329,11 +333,20 @@ func (l *leaving) look(ctx context.Context, a *client.Admin) (left int, problem 
 	if lacks := quorumWithout(list, l.node); lacks != "" && l.end == 0 {
 		if l.leaders && left == 0 {
 			// It keeps its vote: nothing is to be waited for.
-			return 0, "", fmt.Errorf("%w: node %d leads nothing, but %w to stop: %s", client.ErrUnavailable, l.node, errNotSafe, lacks)
+			return 0, "", l.notSafe(lacks)
 		}
 		if !l.leaders {
 			left++ // its vote
 			problem = ": " + lacks
+		}
+	}
+	if left == 0 && l.leaders {
+		survey, err := a.Survey(call)
+		if err != nil {
+			return 0, "", err
+		}
+		if lost := health.LostWithout(survey, l.node); len(lost) > 0 {
+			return 0, "", l.notSafe(fmt.Sprintf("too few of those that vote in %s would be left: see that the other nodes run (kvctl cluster health)", health.NameShards(lost)))
 		}
 	}
 	if left == 0 {

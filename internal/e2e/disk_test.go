@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -45,6 +46,17 @@ func TestLittleDisk(t *testing.T) {
 	check(t, cl, held, client.WithLevel(client.Session))
 	require.Zero(t, c.kvctl(t, "ls", "disk/").code)
 	require.Contains(t, c.kvctl(t, "status").stdout, "writes refused")
+	every := func(what string) {
+		await(t, "every node says that "+what, func() error {
+			for id := range uint64(3) {
+				if !strings.Contains(c.logOf(t, id+1), what) {
+					return fmt.Errorf("node %d does not yet", id+1)
+				}
+			}
+			return nil
+		})
+	}
+	every("writes are refused") // each looks by itself
 	for _, d := range disks {
 		resizeTmpfs(t, d, "600m")
 	}
@@ -58,7 +70,7 @@ func TestLittleDisk(t *testing.T) {
 		}
 		return nil
 	})
-	require.Contains(t, c.logOf(t, 1), "writes are taken again")
+	every("writes are taken again")
 }
 
 // TestFullDisk: a disk that is full to the last byte, because min-free-disk was set too

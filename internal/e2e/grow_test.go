@@ -196,6 +196,13 @@ func TestDrain(t *testing.T) {
 	all := c.dial(t, nil)
 	held := fill(t, all, "held", 200, 1500)
 	warmUp(t, all, held)
+
+	// A node that leads nothing is not safe to stop where another that votes beside it is down.
+	require.NoError(t, c.Node(4).Kill())
+	c.kvctl(t, "drain", "3", "--leaders-only", "--yes").failed(t, 5, "node 3 leads nothing, but it is not safe to stop", "too few of those that vote in shard", "would be left")
+	succeeded(t, c.kvctl(t, "drain", "3", "--undo"))
+	c.restart(t, 4)
+
 	r := startReaders(t, held, all, c.dial(t, func(cfg *client.Config) { cfg.Transport = "tcp" }))
 	l := startLoad(t, "load", c.dial(t, nil))
 

@@ -179,7 +179,7 @@ func (j *judge) end() {
 	r := &j.report
 	r.Verdict = Healthy
 	for _, i := range j.merged {
-		r.Reasons[i].Text = nameShards(r.Reasons[i].Shards) + ": " + r.Reasons[i].Text
+		r.Reasons[i].Text = NameShards(r.Reasons[i].Shards) + ": " + r.Reasons[i].Text
 	}
 	for _, x := range r.Reasons {
 		if weights[x.Level] > weights[r.Verdict] {

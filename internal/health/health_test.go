@@ -414,9 +414,9 @@ func TestHints(t *testing.T) {
 }
 
 func TestNames(t *testing.T) {
-	require.Equal(t, "shard 7", nameShards([]uint32{7}))
-	require.Equal(t, "group 0 (the cluster's own)", nameShards([]uint32{0}))
-	require.Equal(t, "group 0 (the cluster's own) and shards 1-3, 5, 6", nameShards([]uint32{6, 0, 3, 2, 1, 5}))
+	require.Equal(t, "shard 7", NameShards([]uint32{7}))
+	require.Equal(t, "group 0 (the cluster's own)", NameShards([]uint32{0}))
+	require.Equal(t, "group 0 (the cluster's own) and shards 1-3, 5, 6", NameShards([]uint32{6, 0, 3, 2, 1, 5}))
 	require.Equal(t, "nodes 1, 3", nameNodes([]uint64{3, 1}))
 	require.Equal(t, "nodes none", nameNodes(nil))
 }

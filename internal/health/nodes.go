@@ -149,7 +149,7 @@ func (j *judge) readOnly(n client.NodeSurvey, who string) {
 		j.add(Degraded, ReadOnly, []uint64{n.NodeID}, fmt.Sprintf("%s would refuse writes, and leads no shard now: %s", who, why))
 		return
 	}
-	j.add(Unavailable, ReadOnly, []uint64{n.NodeID}, fmt.Sprintf("%s refuses the writes of what it leads, %s: %s", who, nameShards(leads), why), leads...)
+	j.add(Unavailable, ReadOnly, []uint64{n.NodeID}, fmt.Sprintf("%s refuses the writes of what it leads, %s: %s", who, NameShards(leads), why), leads...)
 }
 
 // lifecycle: a node that comes or goes.
@@ -181,7 +181,7 @@ func (j *judge) lifecycle(node uint64) {
 	level, since := Info, ""
 	if code == NodeDraining && limit == 0 {
 		if lost := j.lostWithout(node); len(lost) > 0 {
-			level, want = Degraded, "it should be safe to stop, and is not: without it too few of those that vote in "+nameShards(lost)+" would be left"
+			level, want = Degraded, "it should be safe to stop, and is not: without it too few of those that vote in "+NameShards(lost)+" would be left"
 			do = "start the other nodes that vote there, or see why they do not answer, before it is stopped"
 		}
 	}
@@ -199,11 +199,14 @@ func (j *judge) lifecycle(node uint64) {
 	j.add(level, code, []uint64{node}, fmt.Sprintf("node %d %s%s; %s: %s", node, doing, since, want, do))
 }
 
-// lostWithout lists the groups that would have no quorum any more if the node stopped now.
-func (j *judge) lostWithout(node uint64) (groups []uint32) {
+func (j *judge) lostWithout(node uint64) []uint32 { return LostWithout(j.s, node) }
+
+// LostWithout lists the groups, 0 being the cluster's own, that would have no quorum any
+// more if the node stopped now: who does not answer counts as gone.
+func LostWithout(s client.Survey, node uint64) (groups []uint32) {
 	newest := map[uint32]*kvdv1.ShardReplica{}
 	answer := map[uint32][]uint64{} // nodes that have a replica and say so
-	for _, n := range j.s.Nodes {
+	for _, n := range s.Nodes {
 		for _, r := range n.Replicas {
 			answer[r.GetShard()] = append(answer[r.GetShard()], n.NodeID)
 			if have := newest[r.GetShard()]; have == nil || have.GetConfigId() < r.GetConfigId() {

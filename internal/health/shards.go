@@ -229,10 +229,10 @@ func (j *judge) tellLagging(behind map[uint64]*lagging) {
 		l := behind[id]
 		if len(l.shards) > 0 {
 			j.add(Degraded, ReplicaBehind, []uint64{id}, fmt.Sprintf("node %d is behind in %s, by up to %d log entries (%s); at most %d are wanted: it catches up by itself if it can; look at its disk, processor and network if this lasts",
-				id, nameShards(l.shards), l.worst, nameShards([]uint32{l.at}), j.limits.LagEntries), l.shards...)
+				id, NameShards(l.shards), l.worst, NameShards([]uint32{l.at}), j.limits.LagEntries), l.shards...)
 		}
 		if len(l.snapshot) > 0 {
-			j.add(Degraded, ReplicaBehind, []uint64{id}, fmt.Sprintf("node %d is so far behind in %s that it is sent a snapshot; voters should follow by the log: wait until it has caught up before another node is stopped", id, nameShards(l.snapshot)), l.snapshot...)
+			j.add(Degraded, ReplicaBehind, []uint64{id}, fmt.Sprintf("node %d is so far behind in %s that it is sent a snapshot; voters should follow by the log: wait until it has caught up before another node is stopped", id, NameShards(l.snapshot)), l.snapshot...)
 		}
 	}
 }

@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// nameShards names shards in ascending order, runs of three and more as ranges.
-func nameShards(shards []uint32) string {
+// NameShards names shards in ascending order, runs of three and more as ranges.
+func NameShards(shards []uint32) string {
 	if len(shards) == 1 {
 		if shards[0] == 0 {
 			return "group 0 (the cluster's own)"
