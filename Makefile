@@ -66,7 +66,7 @@ test: ## all tests that need nothing but Go
 
 .PHONY: race
 race: ## the same under the race detector (needs a C compiler)
-	@CGO_ENABLED=1 $(TESTSUM) -label race -- -race -timeout 15m $(TEST_FLAGS) $(PKGS)
+	@CGO_ENABLED=1 $(TESTSUM) -label race -- -race -timeout 30m $(TEST_FLAGS) $(PKGS)
 
 .PHONY: nocgo
 nocgo: ## build and test without cgo

@@ -35,6 +35,8 @@ type keeper struct {
 	answered map[uint64]bool
 	next     time.Time
 	told     []string // problems, as last logged
+	// readOnly are those whose disks have no room, as long as another's has.
+	readOnly map[uint64]bool
 	// leadersOnly are nodes that are drained of leaders alone.
 	leadersOnly map[uint64]bool
 }
@@ -250,6 +252,10 @@ func (n *Node) clusterNow(k *keeper, facts map[uint32]*shardFacts) (placement.Cl
 				k.leadersOnly[node.ID], node.LeadersOnly = true, true
 			}
 		}
+		if k.readOnly[node.ID] && node.State != placement.Draining {
+			// Who leads takes writes, and a replica that comes takes room.
+			node.State, node.LeadersOnly, k.leadersOnly[node.ID] = placement.Draining, true, true
+		}
 		if now.Sub(heard) > n.cfg.ReplaceAfter {
 			node.State = placement.Dead
 		}
@@ -311,9 +317,12 @@ func (n *Node) askLoads(ctx context.Context, k *keeper) map[uint32]*shardFacts {
 	}
 	wg.Wait()
 	facts := map[uint32]*shardFacts{}
-	k.answered = map[uint64]bool{}
+	k.answered, k.readOnly = map[uint64]bool{}, map[uint64]bool{}
 	for id, r := range answers {
 		k.heard[id], k.answered[id] = n.cfg.Clock.Now(), true
+		if r.GetReadOnly() {
+			k.readOnly[id] = true
+		}
 		for _, l := range r.GetReplicas() {
 			number := l.GetReport().GetShard()
 			f := facts[number]
@@ -331,6 +340,9 @@ func (n *Node) askLoads(ctx context.Context, k *keeper) map[uint32]*shardFacts {
 			}
 		}
 	}
+	if len(k.readOnly) == len(answers) {
+		clear(k.readOnly) // none is better than another
+	}
 	return facts
 }
 
@@ -346,7 +358,7 @@ func (n *Node) Load(_ context.Context, req *kvdv1.LoadRequest) (*kvdv1.LoadRespo
 }
 
 func (n *Node) loadHere() *kvdv1.LoadResponse {
-	r := &kvdv1.LoadResponse{Self: n.self()}
+	r := &kvdv1.LoadResponse{Self: n.self(), ReadOnly: n.disk.refusal() != ""}
 	for _, sh := range n.localShards() {
 		l := &kvdv1.ReplicaLoad{Report: reportOf(sh.number, sh.g.Status()), Leads: sh.servedTerm() != 0}
 		if meta, err := sh.eng.Meta(); err == nil {

@@ -122,6 +122,38 @@ func TestLastNodeIsNotDrained(t *testing.T) {
 	require.False(t, c.nodes[0].registry.written())
 }
 
+// A node whose disk has no room for writes leads nothing, as long as others have room.
+func TestNoRoomNoLeaders(t *testing.T) {
+	const shards = 3
+	c := startAlone(t, shards)
+	for range 2 {
+		require.NoError(t, c.start(c.grow(c.nodes[0].Address())))
+	}
+	three := func(v []uint64) bool { return len(v) == 3 }
+	within(t, time.Minute, "each leads a shard", func() bool {
+		return c.spread(shards, three) && c.member(1).GetLeads() == 1 && c.member(2).GetLeads() == 1 && c.member(3).GetLeads() == 1
+	})
+	restart := func(room uint64) {
+		c.stopNode(2)
+		c.cfgs[2].MinFreeDisk = room
+		require.NoError(t, c.start(2))
+	}
+	restart(1 << 62)
+	l := c.startLoad(2)
+	within(t, time.Minute, "the others lead", func() bool {
+		return c.member(1).GetLeads()+c.member(2).GetLeads() == shards
+	})
+	for range 4 {
+		seen := c.nodes[0].heard.Load()
+		within(t, time.Minute, "the keeper looks again", func() bool { return c.nodes[0].heard.Load() != seen })
+		require.Zero(t, c.member(3).GetLeads())
+	}
+	l.end()
+	require.True(t, c.spread(shards, three), "replicas stay")
+	restart(1)
+	within(t, time.Minute, "it leads again when it has room", func() bool { return c.member(3).GetLeads() == 1 })
+}
+
 // Of drains at the same moment only as many are begun as leave enough nodes.
 func TestDrainsAtOnce(t *testing.T) {
 	const shards = 2

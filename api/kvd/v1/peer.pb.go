@@ -1695,6 +1695,7 @@ type LoadResponse struct {
 	Replicas []*ReplicaLoad         `protobuf:"bytes,1,rep,name=replicas,proto3" json:"replicas,omitempty"`
 	// Who answers: at a member's address that may be a node of another cluster.
 	Self          *Identity `protobuf:"bytes,2,opt,name=self,proto3" json:"self,omitempty"`
+	ReadOnly      bool      `protobuf:"varint,3,opt,name=read_only,json=readOnly,proto3" json:"read_only,omitempty"` // its disk has no room for writes
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1741,6 +1742,13 @@ func (x *LoadResponse) GetSelf() *Identity {
 		return x.Self
 	}
 	return nil
+}
+
+func (x *LoadResponse) GetReadOnly() bool {
+	if x != nil {
+		return x.ReadOnly
+	}
+	return false
 }
 
 type ConfigurationRequest struct {
@@ -2041,10 +2049,11 @@ const file_kvd_v1_peer_proto_rawDesc = "" +
 	"last_index\x18\x03 \x01(\x04R\tlastIndex\"Z\n" +
 	"\vLoadRequest\x12$\n" +
 	"\x04from\x18\x01 \x01(\v2\x10.kvd.v1.IdentityR\x04from\x12%\n" +
-	"\x0eto_incarnation\x18\x02 \x01(\x06R\rtoIncarnation\"e\n" +
+	"\x0eto_incarnation\x18\x02 \x01(\x06R\rtoIncarnation\"\x82\x01\n" +
 	"\fLoadResponse\x12/\n" +
 	"\breplicas\x18\x01 \x03(\v2\x13.kvd.v1.ReplicaLoadR\breplicas\x12$\n" +
-	"\x04self\x18\x02 \x01(\v2\x10.kvd.v1.IdentityR\x04self\"y\n" +
+	"\x04self\x18\x02 \x01(\v2\x10.kvd.v1.IdentityR\x04self\x12\x1b\n" +
+	"\tread_only\x18\x03 \x01(\bR\breadOnly\"y\n" +
 	"\x14ConfigurationRequest\x12$\n" +
 	"\x04from\x18\x01 \x01(\v2\x10.kvd.v1.IdentityR\x04from\x12%\n" +
 	"\x0eto_incarnation\x18\x02 \x01(\x06R\rtoIncarnation\x12\x14\n" +
