@@ -60,7 +60,7 @@ demo: build ## three kvd processes, a real tree, one killed node: every byte com
 
 .PHONY: test
 test: ## all tests that need nothing but Go
-	@$(TESTSUM) -label test -- -timeout 10m $(TEST_FLAGS) $(PKGS)
+	@$(TESTSUM) -label test -- -timeout 30m $(TEST_FLAGS) $(PKGS)
 	@if command -v qemu-system-x86_64 >/dev/null; then echo "READs by verbs were not tested here: make test-rdma does that, in a guest."; \
 	else echo "READs by verbs were not tested: make test-rdma does that, and needs QEMU (Debian: qemu-system-x86)."; fi
 
@@ -71,7 +71,7 @@ race: ## the same under the race detector (needs a C compiler)
 .PHONY: nocgo
 nocgo: ## build and test without cgo
 	CGO_ENABLED=0 $(GO) build ./...
-	@CGO_ENABLED=0 $(TESTSUM) -label nocgo -- -timeout 10m $(TEST_FLAGS) $(NOCGO_PKGS)
+	@CGO_ENABLED=0 $(TESTSUM) -label nocgo -- -timeout 30m $(TEST_FLAGS) $(NOCGO_PKGS)
 
 .PHONY: lint
 lint: ## format, vet, staticcheck, go.mod, house rules
@@ -90,7 +90,7 @@ fuzz-smoke: ## every fuzz function for a few seconds
 
 .PHONY: e2e
 e2e: build ## real processes: kill, stop, restart, bad input
-	@$(TESTSUM) -label e2e -- -tags e2e -count=1 -timeout 15m $(TEST_FLAGS) $(E2E_PKGS)
+	@$(TESTSUM) -label e2e -- -tags e2e -count=1 -timeout 30m $(TEST_FLAGS) $(E2E_PKGS)
 
 .PHONY: chaos
 chaos: ## what builds with the tag chaos have: faults on order, and broken variants that are caught
