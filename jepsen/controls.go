@@ -44,10 +44,10 @@ const (
 func huge(f *flags) { f.shards, f.keys, f.rate, f.minSize, f.maxSize = 1, 2, 0, 1<<20, 1<<20 }
 
 var controls = []control{
-	{variant: "no-confirmation", workload: "register", nemesis: "stop", transport: "shm"},
+	{variant: "no-confirmation", sim: 1},
 	{variant: "route-with-object", pkg: "client", test: "TestRules"},
 	{variant: "term-after-message", pkg: "raft", test: "TestScripts"},
-	{variant: "served-early", workload: "register", nemesis: "kill-all,transfer", transport: "shm"},
+	{variant: "served-early", sim: 1},
 	{variant: "engine-ahead", workload: "register", nemesis: "none", transport: "mixed"},
 	{variant: "frozen-mapping", sim: 1},
 	{variant: "forget-term", pkg: "raft", test: "TestSim|TestTermAtOpen"},
