@@ -39,8 +39,25 @@ func (g *Group) checkMessageLocked(m *raftpb.Message) error {
 		return g.checkHeartbeatRespLocked(m)
 	case raftpb.MsgSnap:
 		return checkSnapshot(m)
+	case raftpb.MsgVote, raftpb.MsgPreVote:
+		return g.checkVoteLocked(m)
 	}
 	return nil
+}
+
+// checkVoteLocked: a replica that was just made does not vote before it has the state of a
+// leader. Its node may have had another before, which acknowledged entries and left; to a
+// candidate that was away meanwhile, and goes by the configuration of then, its empty log
+// would be the vote that makes a quorum without those entries. A snapshot for a new member
+// lies behind all that the one before acknowledged.
+func (g *Group) checkVoteLocked(m *raftpb.Message) error {
+	if c := &g.mu.core; c.last > 0 {
+		return nil
+	}
+	if g.core.HasReady() {
+		return errNeedsReady
+	}
+	return fmt.Errorf("node %d asks for a vote in term %d, and this replica was just made: it has none before a leader brings it the state", m.GetFrom(), m.GetTerm())
 }
 
 // checkAppend: entries follow each other and the entry before them.
