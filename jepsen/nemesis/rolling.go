@@ -36,33 +36,35 @@ func restart(ctx context.Context, n *env.Node, away time.Duration) error {
 	return errors.Join(err, n.Start())
 }
 
-// rollingRestart restarts all nodes, one after the other: the next one when the one before
-// serves, and has what was committed when it came back.
+// rollingRestart restarts all nodes, one after the other.
 func (r *Runner) rollingRestart(ctx context.Context, e Event, f *history.Fault) error {
-	f.Nodes, f.Detail = nil, ""
-	for _, id := range e.Order {
-		n := r.Env.Node(id)
-		if !n.InUse() || n.Leaving() {
-			continue
-		}
-		f.Nodes = append(f.Nodes, id)
-		if err := restart(ctx, n, e.For); err != nil {
-			return err
-		}
-		took, err := r.catchesUp(ctx, n)
-		if err != nil {
-			return err
-		}
-		f.Detail += fmt.Sprintf("node %d had caught up after %.1f s; ", id, took.Seconds())
-	}
-	f.Seen = len(f.Nodes) > 0
-	return nil
+	return r.inTurn(ctx, e, f, func(n *env.Node) error { return restart(ctx, n, e.For) }, func(*env.Node) error { return nil })
 }
 
 // upgrade restarts all nodes as a rolling restart does, each with the other kvd: a later
 // one, and the next time the earlier one again. It was seen when the kernel says that each
 // runs it.
 func (r *Runner) upgrade(ctx context.Context, e Event, f *history.Fault) error {
+	program := ""
+	err := r.inTurn(ctx, e, f, func(n *env.Node) error {
+		program = n.Switch()
+		return restart(ctx, n, e.For)
+	}, func(n *env.Node) error {
+		runs, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", n.PID()))
+		if err != nil || runs != program {
+			return fmt.Errorf("nemesis: node %d runs %s (%v): want %s", f.Nodes[len(f.Nodes)-1], runs, err, program)
+		}
+		return nil
+	})
+	if err == nil {
+		f.Detail += "all run the other kvd"
+	}
+	return err
+}
+
+// inTurn restarts all nodes that are in use: the next one when the one before serves, has
+// what was committed when it came back, and is as check wants it.
+func (r *Runner) inTurn(ctx context.Context, e Event, f *history.Fault, again, check func(*env.Node) error) error {
 	f.Nodes, f.Detail = nil, ""
 	for _, id := range e.Order {
 		n := r.Env.Node(id)
@@ -70,22 +72,19 @@ func (r *Runner) upgrade(ctx context.Context, e Event, f *history.Fault) error {
 			continue
 		}
 		f.Nodes = append(f.Nodes, id)
-		program := n.Switch()
-		if err := restart(ctx, n, e.For); err != nil {
+		if err := again(n); err != nil {
 			return err
 		}
 		took, err := r.catchesUp(ctx, n)
 		if err != nil {
 			return err
 		}
-		runs, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", n.PID()))
-		if err != nil || runs != program {
-			return fmt.Errorf("nemesis: node %d runs %s (%v): want %s", id, runs, err, program)
+		if err := check(n); err != nil {
+			return err
 		}
 		f.Detail += fmt.Sprintf("node %d had caught up after %.1f s; ", id, took.Seconds())
 	}
 	f.Seen = len(f.Nodes) > 0
-	f.Detail += "all run the other kvd"
 	return nil
 }
 
